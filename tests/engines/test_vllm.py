@@ -202,14 +202,46 @@ k3 = 1e-6
 
 @pytest.mark.matrix
 def test_a_run_samples_from_vllm_and_stops_its_servers(vllm_python, tmp_path):
-    (tmp_path / "run.toml").write_text(RUN)
+    found = whole_run(vllm_python, RUN, tmp_path)
+    # Of tempered probabilities: those of the untempered distribution would be far away.
+    assert 0 <= found["parity"]["numeric_k3_max"] < 1e-6
+
+
+ADAPTER = """
+[train.adapter]
+kind = "lora"
+rank = 4
+alpha = 16.0
+targets = ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]
+rank_pattern = { "layers\\\\.1\\\\.self_attn\\\\.q_proj" = 2 }
+[warm_start]
+max_steps = 60
+check_every = 60
+learning_rate = 5e-3
+batch = 32
+"""
+
+
+@pytest.mark.matrix
+def test_a_run_samples_with_its_adapter_from_vllm(vllm_python, tmp_path):
+    # No staleness: the trainer compares the probabilities of every version that it published.
+    text = RUN.replace("max_staleness = 2", "max_staleness = 0").replace("1e-3", "1e-2")
+    found = whole_run(vllm_python, text + ADAPTER, tmp_path)
+    assert found["bytes"]["delta_total"] > 0, "rewards differed, so the adapter was trained"
+    # An adapter that was not applied, or with another scale, would be far away by version 3.
+    assert 0 <= found["parity"]["numeric_k3_max"] < 1e-6
+
+
+def whole_run(vllm_python, text, folder):
+    """The report of a run of this configuration with vLLM, which leaves no process and no file."""
+    (folder / "run.toml").write_text(text)
     done = subprocess.run(
         [
-            sys.executable, "-m", "deltawire", "run", str(tmp_path / "run.toml"),
-            "--engine", "vllm", "--out", str(tmp_path / "run"), "--json",
+            sys.executable, "-m", "deltawire", "run", str(folder / "run.toml"),
+            "--engine", "vllm", "--out", str(folder / "run"), "--json",
         ],
         capture_output=True, text=True, check=False, timeout=900,
-        env={**os.environ, "DELTAWIRE_VLLM_PYTHON": vllm_python, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "DELTAWIRE_VLLM_PYTHON": vllm_python, "TMPDIR": str(folder)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = json.loads(done.stdout)
@@ -217,10 +249,9 @@ def test_a_run_samples_from_vllm_and_stops_its_servers(vllm_python, tmp_path):
     assert [worker["bit_identical"] for worker in found["workers"]] == [True]
     assert found["proof"]["repeated"] == found["proof"]["lost"] == 0
     assert found["staleness"]["max"] <= 2
-    # Of tempered probabilities: those of the untempered distribution would be far away.
-    assert 0 <= found["parity"]["numeric_k3_max"] < 1e-6
-    assert list(tmp_path.glob("dw-vllm-*")) == []
-    assert not [line for line in _command_lines() if str(tmp_path) in line]
+    assert list(folder.glob("dw-vllm-*")) == []
+    assert not [line for line in _command_lines() if str(folder) in line]
+    return found
 
 
 def _command_lines():

@@ -166,6 +166,27 @@ def test_the_prompt_must_hold_the_question():
     assert "task.prompt must contain {question}" in text
 
 
+@pytest.mark.parametrize(
+    ("adapter", "named"),
+    [
+        ({"packed": "int4-g32"}, "does not serve packed weights"),
+        ({"modules_to_save": ["lm_head"]}, "does not serve modules trained whole"),
+        ({"targets": ["q_proj", "experts"]}, "does not serve an adapter of 'experts'"),
+        ({"targets": ["embed_tokens"]}, "does not serve an adapter of 'embed_tokens'"),
+        ({"rank": 513}, "rank 513 is above rollout.engine vllm's largest, 512"),
+        ({"rank_pattern": {"q_proj": 600}}, "rank 600 is above"),
+    ],
+)
+def test_adapters_that_vllm_does_not_serve_are_refused(adapter, named):
+    raw = with_key("rollout.engine", "vllm")
+    served = {**raw, "train": {"adapter": {"kind": "lora"}}}
+    assert parse_config(served, source="s").rollout.engine == "vllm"
+    served["train"] = {"adapter": {"kind": "lora", **adapter}}
+    assert named in refusal(served)
+    if "packed" not in adapter:  # Readers of merged weights see no adapter.
+        parse_config({**served, "train": {**served["train"], "exporter": "merged"}}, source="s")
+
+
 def test_vllm_cannot_truncate_at_another_temperature():
     rollout = {"engine": "vllm", "top_p": 0.9, "temperature": 0.7}
     assert "at temperature 0.7" in refusal({**SMALLEST, "rollout": rollout})
@@ -247,6 +268,7 @@ TOGETHER = {
     "reference.model",
     "train.adapter.dropout",
     *("train.adapter.packed", "train.adapter.packed_layers", "train.adapter.init"),
+    "train.adapter.packed_matmul",
     *("train.adapter.alpha_pattern", "train.adapter.rank_pattern"),
     *("train.adapter.modules_to_save", "train.adapter.use_rslora", "train.adapters"),
     *(f"train.{key}" for key in ("replicate", "tensor_parallel", "expert_parallel")),

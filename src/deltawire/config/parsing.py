@@ -210,10 +210,7 @@ def _adapter_fault(config: RunConfig) -> tuple[str, str] | None:
             'set retain.versions = 0, or train.exporter = "bf16"',
         )
     if config.rollout.engine == "vllm" and train.served_adapter.kind != "none":
-        return (
-            "rollout.engine vllm does not load train.adapter yet",
-            'set rollout.engine = "transformers", or train.exporter = "merged"',
-        )
+        return train.served_adapter.vllm_fault()
     return None
 
 

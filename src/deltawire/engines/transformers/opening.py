@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deltawire.engines.base import EngineRequest, OpenEngine
 from deltawire.errors import InputError
+from deltawire.wire.run import TensorSpec
 
 
 def check_machine() -> None:
     """See `deltawire.engines.registry`: torch runs everywhere."""
+
+
+def check_tensors(tensors: Sequence[TensorSpec]) -> None:
+    """See `deltawire.engines.registry`: this engine computes with the trainer's model."""
 
 
 def open_engine(request: EngineRequest) -> OpenEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from deltawire.engines.base import EVERYTHING, EngineRequest, OpenEngine, Truncation
@@ -12,6 +13,7 @@ from deltawire.engines.vllm.server import vllm_python
 from deltawire.errors import InputError
 from deltawire.store.retrying import RetryingBucket
 from deltawire.wire.roles import pin_of
+from deltawire.wire.run import TensorSpec
 
 BLOCK = 128
 """The most tokens that vLLM's cache is allocated by at a time; its choice on a CPU."""
@@ -20,6 +22,11 @@ BLOCK = 128
 def check_machine() -> None:
     """Raises `InputError` if no environment with vLLM is found."""
     vllm_python()
+
+
+def check_tensors(tensors: Sequence[TensorSpec]) -> None:
+    """Raises `InputError` for the first tensor of an adapter that no slot of vLLM takes."""
+    slot_flags(tensors)
 
 
 def open_engine(request: EngineRequest) -> OpenEngine:

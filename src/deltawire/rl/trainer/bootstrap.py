@@ -7,6 +7,7 @@ from typing import Any
 
 from deltawire.config import RunConfig, require_same, run_config
 from deltawire.config.lines import line_config
+from deltawire.engines.registry import check_tensors
 from deltawire.envs import open_tasks
 from deltawire.export.models import check_directory, load_tokenizer
 from deltawire.export.new_run import load_line, load_start, publish_start
@@ -35,13 +36,14 @@ def start_run(
     ``start`` is what `load_start` returned for these arguments, if the caller has called it.
 
     Raises `InputError` if the bucket holds a run with another model or, but for the keys that may
-    change, another configuration.
+    change, another configuration, and if its engine cannot serve the model's tensors.
     """
     check_directory(model_directory)
     load_tokenizer(model_directory)
     if config.midtrain is None:
         open_tasks(config.task, seed=config.seed).draw("check", 0)
     start = start or load_start(config, model_directory)
+    check_tensors(config.rollout.engine, start[1].specs())
     if newest_version(bucket) is None:
         if read_run(bucket) is not None:  # An earlier start ended before it committed version 0.
             check_same(bucket, config)
