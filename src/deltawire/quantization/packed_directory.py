@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import safetensors.torch
 import torch
@@ -21,17 +21,12 @@ from torch import Tensor
 from deltawire.errors import InputError
 from deltawire.quantization.checkpoints import SCHEMES, PackedCheckpoint, StoredWeight
 from deltawire.quantization.dequantize import dequantize
-from deltawire.quantization.formats import PackedFormat, Parts, open_format
+from deltawire.quantization.formats import PackedFormat, open_format
 from deltawire.quantization.packing import EXPERT, PackReport
+from deltawire.quantization.stored import COMPRESSED_TENSORS_FORMATS, stored_tensors
 
 SHARD_BYTES = 1 << 30
-_LAYOUTS = {
-    "int4-g32": "pack-quantized",
-    "mxfp4": "mxfp4-pack-quantized",
-    "nvfp4": "nvfp4-pack-quantized",
-    "fp8-block": "naive-quantized",
-    "int8-row": "naive-quantized",
-}
+_LAYOUT: Final = "compressed-tensors"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -143,11 +138,11 @@ def _packed(
 ) -> dict[str, Tensor]:
     if stored.parts and checkpoint.form is form:
         report.native += 1
-        return _as_stored(stored.name, form, checkpoint.read_packed(stored))
+        return stored_tensors(form, _LAYOUT, stored.name, checkpoint.read_packed(stored))
     dense = _dense(checkpoint, stored)
     parts = form.quantize(dense)
     report.add(layer, form, dense, parts)
-    return _as_stored(stored.name, form, parts)
+    return stored_tensors(form, _LAYOUT, stored.name, parts)
 
 
 def _dense(checkpoint: PackedCheckpoint, stored: StoredWeight) -> Tensor:
@@ -155,21 +150,6 @@ def _dense(checkpoint: PackedCheckpoint, stored: StoredWeight) -> Tensor:
         return checkpoint.read(stored)
     assert checkpoint.form is not None
     return dequantize(checkpoint.form, checkpoint.read_packed(stored))
-
-
-def _as_stored(name: str, form: PackedFormat, parts: Parts) -> dict[str, Tensor]:
-    """Returns a weight's tensors as compressed-tensors names and types them."""
-    codes, scales = parts["codes"], parts["scales"]
-    if form.bits == 8:
-        dtype = torch.float8_e4m3fn if form.name == "fp8-block" else torch.int8
-        return {name: codes.view(dtype), f"{name}_scale": scales}
-    kept = {f"{name}_packed": codes, f"{name}_scale": scales}
-    if form.name == "int4-g32":
-        kept[f"{name}_packed"] = codes.contiguous().view(torch.int32)
-        kept[f"{name}_shape"] = torch.tensor([codes.shape[0], 2 * codes.shape[1]])
-    if form.name == "nvfp4":
-        kept[f"{name}_global_scale"] = parts["global_scale"][:1].clone()
-    return kept
 
 
 def _write_rest(source: Path, out: Path, form: PackedFormat, left: Sequence[str]) -> None:
@@ -180,7 +160,7 @@ def _write_rest(source: Path, out: Path, form: PackedFormat, left: Sequence[str]
     config: dict[str, Any] = json.loads((source / "config.json").read_bytes())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": _LAYOUTS[form.name],
+        "format": COMPRESSED_TENSORS_FORMATS[form.name],
         "quantization_status": "compressed",
         "ignore": sorted(left),
         "config_groups": {

@@ -1,0 +1,86 @@
+"""Quantizes weights that change from version to version, with scales that rarely do.
+
+A block's scale is kept as long as the block's peak stays in a range around it, and is chosen again
+once it leaves that range. So a version's codes follow from its weights and from the scales of the
+version before, and a step that moves few weights far enough changes few codes::
+
+    keep the scale   while   low · scale ≤ peak < high · scale,   or the peak is 0
+
+=========  =====  =====  =========================================================================
+format     low    high   why
+=========  =====  =====  =========================================================================
+fp8-block  112    464    464 still rounds to 448, the largest code; 112 loses two bits of range
+int4-g32   6.5    7.5    the peak's code stays ±7
+mxfp4      3      8      OCP's rule, which has 4 to 8, with a quarter of slack below
+=========  =====  =====  =========================================================================
+
+Scales are chosen as the formats choose them, except that fp8 blocks may have a power of two, the
+smallest that holds the peak, and that a block of zeros has scale 1. Weights that round to zero have
+the code of +0: otherwise a weight that moves about zero would change its code without effect.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deltawire.errors import InputError
+from deltawire.quantization.formats import PackedFormat
+
+RANGES: Final = {"fp8-block": (112.0, 464.0), "int4-g32": (6.5, 7.5), "mxfp4": (3.0, 8.0)}
+"""The range of peak / scale in which a scale is kept, by format: ``(low, high)``."""
+
+_LARGEST_E4M3_MANTISSA: Final = 0.875
+"""448 is 0.875 · 2^9."""
+
+
+def quantize_sticky(
+    form: PackedFormat,
+    weight: Tensor,
+    held: Tensor | None,
+    *,
+    power_of_two: bool = False,
+) -> dict[str, Tensor]:
+    """Packs a weight, [..., R, C] of any float dtype, and keeps those of the scales ``held`` that
+    still fit; None chooses all.
+
+    ``held`` is the part ``scales`` of an earlier result. ``power_of_two`` is for ``fp8-block``.
+    The same weight and scales always give the same bits, and quantizing again with the resulting
+    scales changes nothing. Raises `InputError` if a value is not finite, or the columns do not fit.
+    """
+    weight = weight.float()
+    if not bool(torch.isfinite(weight).all()):
+        raise InputError(f"a weight that is not finite cannot be packed as {form.name}")
+    form.layout(tuple(weight.shape))
+    peaks = form.block_peaks(weight)
+    scales = _fresh_scales(form, weight, peaks, power_of_two=power_of_two)
+    if held is not None:
+        low, high = RANGES[form.name]
+        factors = form.float_scales({"scales": held})
+        kept = (peaks == 0) | ((peaks >= low * factors) & (peaks < high * factors))
+        scales = torch.where(kept, held, scales)
+    full = form.per_weight(form.float_scales({"scales": scales}), tuple(weight.shape))
+    ratio = weight / full
+    least = min(value for value in form.code_values if value > 0)
+    codes = form.encode(torch.where(ratio.abs() <= least / 2, 0.0, ratio))
+    if form.bits == 4:
+        codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return {"codes": codes.contiguous(), "scales": scales.contiguous()}
+
+
+def _fresh_scales(
+    form: PackedFormat, weight: Tensor, peaks: Tensor, *, power_of_two: bool
+) -> Tensor:
+    """Returns the scales that the weight would have without a version before."""
+    one = torch.full((), 127 if form.scale_dtype == torch.uint8 else 1, dtype=form.scale_dtype)
+    if power_of_two:
+        mantissa, exponent = torch.frexp(peaks)
+        exponent = torch.where(mantissa <= _LARGEST_E4M3_MANTISSA, exponent - 9, exponent - 8)
+        fresh = torch.ldexp(torch.ones_like(peaks), exponent.clamp(min=-126))
+    else:
+        fresh = form.choose_scales(weight)["scales"]
+    # A scale of 0 would make its block unreadable: a tiny peak's may round to it.
+    empty = (peaks == 0) | (form.float_scales({"scales": fresh}) == 0)
+    return torch.where(empty, one, fresh)

@@ -1,0 +1,108 @@
+"""Names and types the parts of packed weights as checkpoints store them, and states the scheme.
+
+======================  =========  =============================================================
+layout                  formats    tensors of a weight ``NAME.weight``
+======================  =========  =============================================================
+``deepseek``            fp8-block  ``NAME.weight`` F8_E4M3, ``NAME.weight_scale_inv`` F32
+``compressed-tensors``  fp8-block  ``NAME.weight`` F8_E4M3, ``NAME.weight_scale`` F32
+..                      int8-row   ``NAME.weight`` I8, ``NAME.weight_scale`` BF16
+..                      int4-g32   ``NAME.weight_packed`` I32, ``NAME.weight_scale`` BF16,
+                                   ``NAME.weight_shape`` I64
+..                      mxfp4      ``NAME.weight_packed`` U8, ``NAME.weight_scale`` U8
+..                      nvfp4      as mxfp4 with F8_E4M3 scales, ``NAME.weight_global_scale`` F32
+======================  =========  =============================================================
+
+DeepSeek calls the factor ``scale_inv``, the inverse of what it divides by: weight = code · factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from deltawire.quantization.checkpoints import SCHEMES
+from deltawire.quantization.formats import PackedFormat, Parts
+
+StoredLayout = Literal["deepseek", "compressed-tensors"]
+
+_CODES: Final = {"fp8-block": torch.float8_e4m3fn, "int8-row": torch.int8, "int4-g32": torch.int32}
+COMPRESSED_TENSORS_FORMATS: Final = {
+    "int4-g32": "pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "nvfp4": "nvfp4-pack-quantized",
+    "fp8-block": "naive-quantized",
+    "int8-row": "naive-quantized",
+}
+"""The library's name of the layout of each format's weights."""
+
+_ACTIVATIONS: Final[dict[str, Any]] = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "group",
+    "group_size": 128,
+    "symmetric": True,
+    "dynamic": True,
+}
+
+
+def stored_tensors(
+    form: PackedFormat, layout: StoredLayout, name: str, parts: Parts
+) -> dict[str, Tensor]:
+    """Returns a weight's tensors under the names and dtypes of the layout, as views of ``parts``
+    where these are contiguous. ``name`` ends in ``.weight``."""
+    codes, scales = parts["codes"].contiguous(), parts["scales"]
+    if form.bits == 8:
+        suffix = "_scale_inv" if layout == "deepseek" else "_scale"
+        return {name: codes.view(_CODES[form.name]), f"{name}{suffix}": scales}
+    found = {
+        f"{name}_packed": codes.view(_CODES.get(form.name, torch.uint8)),
+        f"{name}_scale": scales,
+    }
+    if form.name == "int4-g32":
+        found[f"{name}_shape"] = torch.tensor([codes.shape[0], 2 * codes.shape[1]])
+    if form.name == "nvfp4":
+        found[f"{name}_global_scale"] = parts["global_scale"][:1].clone()
+    return found
+
+
+def parts_of(
+    form: PackedFormat, layout: StoredLayout, name: str, stored: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns the parts that `stored_tensors` gave, for formats of codes and scales."""
+    if form.bits == 8:
+        codes, suffix = stored[name], "_scale_inv" if layout == "deepseek" else "_scale"
+    else:
+        codes, suffix = stored[f"{name}_packed"], "_scale"
+    return {"codes": codes.view(torch.uint8), "scales": stored[f"{name}{suffix}"]}
+
+
+def quantization_config(
+    form: PackedFormat, layout: StoredLayout, unquantized: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the ``quantization_config`` of config.json; ``unquantized`` names the
+    linear layers that are not quantized."""
+    if layout == "deepseek":
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(form.block),
+            "modules_to_not_convert": sorted(unquantized),
+        }
+    group: dict[str, Any] = {
+        "targets": ["Linear"],
+        "weights": {"symmetric": True, "dynamic": False, **SCHEMES[form.name]},
+    }
+    fp8 = form.name == "fp8-block"
+    if fp8:
+        group["input_activations"] = _ACTIVATIONS
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if fp8 else COMPRESSED_TENSORS_FORMATS[form.name],
+        "quantization_status": "compressed",
+        "ignore": sorted(unquantized),
+        "config_groups": {"group_0": group},
+    }
