@@ -209,8 +209,25 @@ def _adapter_fault(config: RunConfig) -> tuple[str, str] | None:
             "retain.versions would delete version 0, the base of train.exporter merged",
             'set retain.versions = 0, or train.exporter = "bf16"',
         )
+    if train.quantized and (found := _quantized_fault(config)):
+        return f"train.exporter {train.exporter} {found[0]}", found[1]
     if config.rollout.engine == "vllm" and train.served_adapter.kind != "none":
         return train.served_adapter.vllm_fault()
+    return None
+
+
+def _quantized_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Finds a setting that contradicts an exporter that quantizes: the reason and what to do."""
+    train, loss = config.train, config.train.loss
+    if train.adapter.kind != "none":
+        return "cannot publish an adapter", 'set train.exporter = "bf16" or "merged"'
+    if max(train.ranks, train.replicate, train.tensor_parallel, train.expert_parallel) > 1:
+        return "publishes from one process", 'set train.ranks = 1, or train.exporter = "bf16"'
+    if config.midtrain is None and loss.ratio_base == "old" and not loss.corrections:
+        return (
+            "makes samplers compute with quantized weights, which the loss does not correct for",
+            'set loss.ratio_base = "rollout", or add a [[train.loss.corrections]]',
+        )
     return None
 
 

@@ -249,7 +249,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     minibatches: Count = 1
     """Optimizer steps of a version, each on an equal share of its groups. With several, ``old`` is
     the policy before the first of them."""
-    exporter: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}\Z")] = "bf16"
+    exporter: Annotated[str, Meta(pattern=r"^[a-z0-9_-]{1,64}\Z")] = "bf16"
     """The registered name in `deltawire.export.source` of the exporter of the model's weights."""
     anchor_every: Count = 50
     compaction: bool = False
@@ -313,6 +313,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             packed_layers=self.adapter.packed_layers,
             packed_matmul=self.adapter.packed_matmul,
         )
+
+    @property
+    def quantized(self) -> bool:
+        """Return whether samplers compute with quantized weights, and the trainer does not."""
+        return self.exporter.startswith(("fp8-block", "int4-g32", "mxfp4"))
 
     @property
     def largest_age(self) -> int:

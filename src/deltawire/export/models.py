@@ -238,6 +238,13 @@ def _with_dtype(config: bytes, dtype: str) -> bytes:
     return json.dumps(settings, indent=2, ensure_ascii=False).encode()
 
 
+def with_quantization(config: bytes, quantization: dict[str, Any]) -> bytes:
+    """Returns a ``config.json`` whose weights are stored so, and dequantized to bf16."""
+    settings = json.loads(_with_dtype(config, "bfloat16"))
+    settings["quantization_config"] = quantization
+    return json.dumps(settings, indent=2, ensure_ascii=False).encode()
+
+
 def write_files(files: dict[str, bytes], path: Path) -> None:
     """Writes carried files into a folder; raises `CorruptError` for any other name."""
     for name, data in files.items():
@@ -270,6 +277,8 @@ def empty_model(path: Path, *, meta: bool = False) -> Any:
             config = AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
             )
+            # Weights of a quantized version are packed afterwards, by the exporter's rules.
+            config.__dict__.pop("quantization_config", None)
             auto: Any = AutoModelForCausalLM
             model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
             if (path / "generation_config.json").is_file():  # it may name more stop tokens

@@ -13,7 +13,7 @@ from deltawire import codec
 from deltawire.config import RunConfig
 from deltawire.export.adapter import load_adapted
 from deltawire.export.lines import line_model
-from deltawire.export.models import published_files
+from deltawire.export.models import published_files, with_quantization
 from deltawire.export.peft_directory import adapter_files, load_peft
 from deltawire.export.source import WeightSource, open_source
 from deltawire.quantization.packing import report_of
@@ -61,6 +61,9 @@ def publish_start(
     specs, tensors = source.specs(), source.tensors()
     frozen = tensors.keys() - source.trained().keys()
     contents = published_files(directory, specs)
+    quantization = getattr(source, "quantization_config", None)
+    if quantization is not None:
+        contents["config.json"] = with_quantization(contents["config.json"], quantization)
     if config.train.adapter.kind != "none":
         contents |= adapter_files(model, config.train.adapter, specs, base=config.model.path)
     if frozen:

@@ -27,6 +27,12 @@ EXPORTERS = {
     "bf16": "deltawire.export.cast:bf16",
     "f32": "deltawire.export.cast:f32",
     "merged": "deltawire.export.merged:merged",
+    "fp8-block": "deltawire.export.quantized:fp8_block",
+    "fp8-block-f32": "deltawire.export.quantized:fp8_block_f32",
+    "fp8-block-ct": "deltawire.export.quantized:fp8_block_ct",
+    "fp8-block-f32-ct": "deltawire.export.quantized:fp8_block_f32_ct",
+    "int4-g32": "deltawire.export.quantized:int4_g32",
+    "mxfp4": "deltawire.export.quantized:mxfp4",
 }
 """Exporters by the name that ``train.exporter`` gives, each as ``module:callable``. The callable
 takes the model and returns its `WeightSource`."""
@@ -75,6 +81,15 @@ class WeightSource(Protocol):
     #
     # base_version: int              The only version that `restore` takes.
     # report: MergeReport | None     What the last published values kept of an adapter's change.
+    #
+    # A source whose versions do not hold the values that the trainer continues from has:
+    #
+    # lossy: bool                    True: a trainer continues from checkpoints only.
+    # quantization_config: dict      What config.json states of the published weights.
+    # def continued(self) -> list[str]:
+    #     Returns the names of published tensors that the next version depends on.
+    # def continue_from(self, mirror: Mirror) -> None:
+    #     Takes these from a mirror of the last published version, which may hold nothing else.
 
     def restore(self, mirror: Mirror) -> None:
         """Sets the model to a published version. Raises `InputError` if the mirror's tensors are
@@ -93,6 +108,11 @@ def open_source(exporter: str, model: Any) -> WeightSource:
     module, _, name = EXPORTERS[exporter].partition(":")
     source: WeightSource = getattr(importlib.import_module(module), name)(model)
     return source
+
+
+def is_lossy(source: WeightSource) -> bool:
+    """Returns whether a published version lacks values that a trainer needs to continue."""
+    return bool(getattr(source, "lossy", False))
 
 
 def wanted_of(source: WeightSource) -> Mapping[str, tuple[int, int] | None] | None:

@@ -26,6 +26,10 @@ from deltawire.parity.divergence import (
     sequence_sums,
 )
 
+NO_VERSION = -1
+"""The version of a trainer whose samplers compute with other weights, such as quantized ones: no
+token is drawn by the weights that it trains, and all differences are drift."""
+
 _NUMERIC = ("k3", "k3_swapped", "mean_gap", "largest_gap", "extreme_share")
 _DRIFT = ("k3", "largest_gap", "extreme_share", "effective_share")
 _LOWER_IS_WORSE = frozenset({"effective_share"})

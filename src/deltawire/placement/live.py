@@ -10,7 +10,7 @@ parameters; the digest is computed from the parameters and not from a copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -26,6 +26,7 @@ from deltawire.wire.run import TensorSpec
 
 _NAMES = "_deltawire_published_names"
 _ONLY = "_deltawire_published_prefix"
+_VIEWS = "_deltawire_published_views"
 
 
 def identity(tensors: Sequence[TensorSpec], weights: Mapping[str, torch.Tensor]) -> Placement:
@@ -73,11 +74,13 @@ def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def module_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns a model's published tensors themselves, not copies: parameters, tied ones once, and
-    saved buffers. Tensors that `rename_published` renamed have their new names, and those that
-    `publish_only` leaves out are not among them.
+    saved buffers. Tensors that `rename_published` renamed have their new names, those that
+    `publish_only` leaves out are not among them, and `publish_views` gives views of some.
     """
     names: dict[str, str] = getattr(model, _NAMES, {})
     held = {**dict(model.named_parameters()), **saved_buffers(model)}
+    instead, views = getattr(model, _VIEWS, (frozenset(), dict))
+    held = {name: one for name, one in held.items() if name not in instead} | views()
     only: str = getattr(model, _ONLY, "")
     published = {names.get(name, name): tensor for name, tensor in held.items()}
     return {name: tensor for name, tensor in published.items() if name.startswith(only)}
@@ -94,6 +97,18 @@ def publish_only(model: torch.nn.Module, prefix: str) -> None:
     """States that only the tensors whose published names begin so are the run's: the others are
     frozen, and those of another run or line."""
     setattr(model, _ONLY, prefix)
+
+
+def publish_views(
+    model: torch.nn.Module,
+    instead: Collection[str],
+    views: Callable[[], dict[str, torch.Tensor]],
+) -> None:
+    """States that views of parameters are published instead of the parameters ``instead``.
+
+    ``views`` returns them by name, over the memory that the module computes with at that time.
+    """
+    setattr(model, _VIEWS, (frozenset(instead), views))
 
 
 class LiveWeights:

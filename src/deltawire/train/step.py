@@ -26,7 +26,7 @@ from torch import Tensor
 from deltawire.config import RunConfig
 from deltawire.config.scaffold import turn_limit
 from deltawire.errors import BugError
-from deltawire.parity import BatchParity, ParityMeter
+from deltawire.parity import NO_VERSION, BatchParity, ParityMeter
 from deltawire.parity.router_replay import RouteReplay, replay_of
 from deltawire.train.batch import TokenBatch, collate
 from deltawire.train.budget import Member, divide
@@ -247,6 +247,10 @@ class _TrainingStep:
         """Divides the groups into minibatches and micro-batches."""
         policy = TrainedPolicy.of(masters.model, config.train)
         mesh = masters.mesh
+        if config.train.quantized:
+            version = NO_VERSION
+        elif version is None:
+            version = masters.steps
         minibatches = []
         count = min(config.train.minibatches, len(groups))
         for chosen in np.array_split(np.arange(len(groups)), count):
@@ -274,7 +278,7 @@ class _TrainingStep:
             config,
             policy,
             reference,
-            ParityMeter(config.parity, masters.steps if version is None else version),
+            ParityMeter(config.parity, version),
             minibatches,
             advantages_of(groups, config, parts),
         )

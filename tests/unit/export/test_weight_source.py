@@ -34,7 +34,7 @@ def same(left, right):
     return left.keys() == right.keys() and all((left[k] == right[k]).all() for k in left)
 
 
-@pytest.mark.parametrize("exporter", sorted(EXPORTERS))
+@pytest.mark.parametrize("exporter", sorted(EXPORTERS.keys() - {"int4-g32", "mxfp4"}))
 def test_a_source_is_published_and_restored_to_the_bit(tmp_path, tiny, exporter):
     bucket = open_bucket(str(tmp_path))
     masters = MasterWeights(

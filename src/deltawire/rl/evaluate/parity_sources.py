@@ -22,6 +22,7 @@ from deltawire.export.models import (
     save_model,
     serve_as,
 )
+from deltawire.export.quantized import serve_quantized
 from deltawire.placement.live import LiveWeights
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.sync import load_mirror, read_run
@@ -83,10 +84,10 @@ def _of_run(place: str, version: int | None, trust: ReaderTrust) -> Source:
     if mirror is None:
         raise InputError("there is no such version", run=bucket.url, version=version)
     with fetch_model_files(bucket, run) as folder:
-        adapter = (
-            run_config(run.config, url=bucket.url).train.served_adapter if run.config else None
-        )
-        model = open_model(Path(folder), adapter or AdapterConfig())
+        train = run_config(run.config, url=bucket.url).train if run.config else None
+        model = open_model(Path(folder), train.served_adapter if train else AdapterConfig())
+        if train is not None:
+            model = serve_quantized(model, train.exporter)
         tokenizer = load_tokenizer(Path(folder))
     LiveWeights(model, run.tensors, aliases=run.aliases).load(mirror)
     return Source(f"{place}, version {mirror.version}", model.eval(), tokenizer)

@@ -26,6 +26,7 @@ from deltawire.export.models import (
     serve_as,
     stop_tokens,
 )
+from deltawire.export.quantized import serve_quantized
 from deltawire.placement.device import resolve_device
 from deltawire.rl.rollout.episode_types import truncation_of
 from deltawire.runtime.process import RUN_PATIENCE_S, Process
@@ -79,7 +80,8 @@ def serve_policy(
         def build() -> Any:
             place = Path(folder.name)
             adapter = config.train.served_adapter
-            return open_policy(process.bucket, config, place, adapter=adapter, device=device)
+            model = open_policy(process.bucket, config, place, adapter=adapter, device=device)
+            return serve_quantized(model, config.train.exporter)
 
         opened = open_engine(
             engine,

@@ -11,12 +11,15 @@ from deltawire.engines.registry import check_tensors
 from deltawire.envs import open_tasks
 from deltawire.export.models import check_directory, load_tokenizer
 from deltawire.export.new_run import load_line, load_start, publish_start
-from deltawire.export.source import WeightSource, digest_of
+from deltawire.export.source import WeightSource, digest_of, is_lossy
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_run, require_run
 from deltawire.sync.chain.objects import another_model, check_signer
+from deltawire.train.checkpoint import checkpoint_versions, keep_checkpoint, save_checkpoint
+from deltawire.train.masters import MasterWeights
+from deltawire.wire.ledger import Ledger
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 
@@ -48,6 +51,7 @@ def start_run(
         if read_run(bucket) is not None:  # An earlier start ended before it committed version 0.
             check_same(bucket, config)
         publish_start(bucket, config, model_directory, start, signer=signer, run_id=run_id)
+    keep_start(bucket, config, start)
     run = require_run(bucket, public_key=signer.public_key if signer else "")
     check_signer(bucket, run, signer)
     _, source = start
@@ -55,6 +59,21 @@ def start_run(
         raise another_model(bucket, run.tensors, specs)
     check_same(bucket, config)
     return run
+
+
+def keep_start(bucket: Bucket, config: RunConfig, start: tuple[Any, WeightSource]) -> None:
+    """Stores and keeps a checkpoint at version 0 if that version does not hold the model's own
+    weights: training begins with it, and verification computes from it."""
+    model, source = start
+    if not is_lossy(source) or newest_version(bucket) != 0:
+        return
+    run = require_run(bucket)
+    if checkpoint_versions(bucket):
+        return
+    keep_checkpoint(bucket, 0)
+    masters = MasterWeights(model, config.train, source=source)
+    digest = masters.digest().hex()
+    save_checkpoint(bucket, masters.state(), Ledger(), version=0, digest=digest, run=run.id)
 
 
 def start_lines(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:

@@ -48,7 +48,8 @@ class ParityRecheck:
     shares frozen parameters with it, is made when it is first needed, and takes, with the
     measurements, at most ``parity.recheck_share`` of the time. ``report`` is called with the reason
     if a measurement fails; no further one is made then. A model that is sharded is not measured,
-    which ``report`` says once.
+    which ``report`` says once. ``serve`` sets a copy of the model to what samplers compute with,
+    where that is not the trainer's bits.
 
     Example::
 
@@ -63,11 +64,13 @@ class ParityRecheck:
         config: RunConfig,
         *,
         report: Callable[[str], None],
+        serve: Callable[[Any], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
         self._config = config
         self._report = report
+        self._serve = serve
         self._clock = clock
         # A sharded model cannot be copied, and no rank needs to have room for all of it.
         sharded = isinstance(model, FSDPModule)
@@ -127,6 +130,7 @@ class ParityRecheck:
             buffers = saved_buffers(self._copy)
             for name, buffer in saved_buffers(self._model).items():
                 buffers[name].copy_(buffer)
+        self._serve(self._copy)
         self._version = version
         self._spend(self._clock() - began)
 

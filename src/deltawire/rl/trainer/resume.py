@@ -21,7 +21,7 @@ import torch
 from deltawire.codec import Digest
 from deltawire.config import ParityLimits, RunConfig, TrainConfig, run_config, with_settings
 from deltawire.errors import CorruptError, InputError
-from deltawire.export.source import WeightSource, open_source, wanted_of
+from deltawire.export.source import WeightSource, is_lossy, open_source, wanted_of
 from deltawire.rl.control.credits import settle
 from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
 from deltawire.rl.reference.models import load_reference_model
@@ -117,15 +117,32 @@ def resume(
             except CorruptError:
                 continue
         masters.restore(state)
+        if is_lossy(masters.source):
+            _continue_from(bucket, run, masters.source, at=commit.version)
         if masters.digest().hex() == manifest.digest:
             check_frozen_base(bucket, run, masters)
             return Resumed(
                 masters, commit.ledger, commit.version, config.train, reference, commit.ranks
             )
+    if is_lossy(masters.source):
+        raise CorruptError(
+            f"no checkpoint at or before version {newest} holds the trainer's weights, and its "
+            f"versions hold quantized ones ({config.train.exporter})",
+            hint="such a run keeps the checkpoint of version 0; put it back",
+            run=bucket.url,
+        )
     del state  # It holds the optimizer's states, which are made again.
     masters.reset(_load_version(bucket, run, masters.source, at=0))
     check_frozen_base(bucket, run, masters)
     return Resumed(masters, Ledger(), 0, config.train, reference)
+
+
+def _continue_from(bucket: Bucket, run: Run, source: Any, *, at: int) -> None:
+    """Reads what the version after ``at`` depends on, such as scales."""
+    mirror = load_mirror(bucket, run, at=at, wanted=source.continued())
+    if mirror is None:
+        raise CorruptError("a version is missing", run=bucket.url, version=at)
+    source.continue_from(mirror)
 
 
 def _load_version(bucket: Bucket, run: Run, source: WeightSource, *, at: int) -> Mirror:

@@ -105,7 +105,8 @@ class Trainer(Leader[StepResult]):
         )
         vocabulary = model.get_input_embeddings().num_embeddings
         self._read_groups(before, Bounds.of(config, vocabulary))
-        self.recheck = ParityRecheck(self.masters.model, config, report=self._report)
+        serve = getattr(self.masters.source, "write_served", lambda _: None)
+        self.recheck = ParityRecheck(self.masters.model, config, report=self._report, serve=serve)
         self.reaper = Reaper(self.bucket)
         floors, keep = RetainedFile(self.bucket), config.retain
         self.archiver = EventArchiver(self.bucket, keep_days=keep.events_days, floors=floors)

@@ -31,6 +31,7 @@ from deltawire.export.models import (
     serve_as,
     stop_tokens,
 )
+from deltawire.export.quantized import serve_quantized
 from deltawire.store import Bucket
 from deltawire.sync import Follower, newest_version
 from deltawire.train.client.forward import score_tokens
@@ -309,7 +310,10 @@ class SamplingClient:
         adapter = config.train.served_adapter if config else AdapterConfig()
 
         def build() -> Any:
-            self._model = serve_as(open_model(folder, adapter), precision)
+            model = open_model(folder, adapter)
+            if config is not None:
+                model = serve_quantized(model, config.train.exporter)
+            self._model = serve_as(model, precision)
             return self._model
 
         opened = open_engine(

@@ -83,6 +83,13 @@ def new_run(
         )
     check_directory(model)
     load_tokenizer(model)
+    if config.train.quantized:
+        raise InputError(
+            f"a training client cannot continue from what train.exporter {config.train.exporter} "
+            "publishes",
+            hint='set train.exporter = "bf16"',
+            run=bucket.url,
+        )
     start = load_start(config, model)
     publish_start(bucket, config, model, start, signer=signer, run_id=run_id)
 
