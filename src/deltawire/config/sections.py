@@ -254,8 +254,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     anchor_every: Count = 50
     compaction: bool = False
     """Also make compacted deltas over longer strides, for readers that lag far behind the trainer.
-    This takes a core and a model's memory, and helps if few weights change in a step.
-    """
+    This takes a core and a model's memory, and helps if few weights change in a step."""
     checkpoint_every: Count = 20
     dropout: bool = False
     """Train with the model's dropout. Without it the trainer computes the policy that samples; the
@@ -273,8 +272,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     masters, their gradients and the optimizer are float32 in either case."""
     ranks: Ranks = 1
     """The number of processes that weights are sharded over. ``deltawire run`` starts that many on
-    this machine; under ``torchrun`` the number that torchrun starts counts.
-    """
+    this machine; under ``torchrun`` the number that torchrun starts counts."""
     replicate: Ranks = 1
     """Copies of the sharded weights (hybrid sharding); each is spread over ranks / replicate
     ranks.
