@@ -34,6 +34,7 @@ OPTIONAL = {
     "datasets",
     "tinker",
     "prometheus_client",
+    "ray",
 }
 
 
