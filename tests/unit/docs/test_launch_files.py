@@ -1,0 +1,136 @@
+"""The files of examples/launch: their commands parse, and no role listens or shares a volume."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tomllib
+
+import pytest
+import yaml
+from documents import ROOT
+
+from deltawire.cli.main import build_parser
+from deltawire.config import parse_config
+
+LAUNCH = ROOT / "examples" / "launch"
+KUBERNETES = sorted((LAUNCH / "kubernetes").glob("*.yaml"))
+SKYPILOT = sorted((LAUNCH / "skypilot").glob("*.yaml"))
+SLURM = sorted((LAUNCH / "slurm").glob("*.sbatch"))
+WORKLOADS = {"Job", "Deployment", "StatefulSet"}
+
+
+def objects(path):
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def pods(path):
+    """Kind and pod of each workload in a file."""
+    return [
+        (one["kind"], one["spec"]["template"]) for one in objects(path) if one["kind"] in WORKLOADS
+    ]
+
+
+def containers(pod):
+    return pod["spec"].get("initContainers", []) + pod["spec"]["containers"]
+
+
+def commands(script):
+    """The arguments of every ``deltawire`` in a shell script."""
+    joined = script.replace("\\\n", " ")
+    found = []
+    for line in joined.splitlines():
+        words = shlex.split(line, comments=True)
+        if "deltawire" in words and words[0] != "pip":
+            found.append(words[words.index("deltawire") + 1 :])
+    return found
+
+
+def test_there_is_a_file_for_each_launcher():
+    assert (len(KUBERNETES), len(SKYPILOT), len(SLURM)) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
+def test_containers_run_commands_that_exist(path):
+    seen = 0
+    for _, pod in pods(path):
+        for container in containers(pod):
+            assert re.fullmatch(r"deltawire(-vllm)?", container["image"])
+            if "command" not in container:  # The image's entry point is deltawire.
+                build_parser().parse_args(container["args"])
+                seen += 1
+    assert seen >= 2
+
+
+@pytest.mark.parametrize("path", SKYPILOT, ids=lambda path: path.name)
+def test_tasks_run_commands_that_exist(path):
+    (task,) = objects(path)
+    (command,) = commands(task["run"])
+    build_parser().parse_args(command)
+    for name in re.findall(r"\$(\w+)", task["run"] + task["setup"]):
+        assert name in task["envs"]
+
+
+@pytest.mark.parametrize("path", SLURM, ids=lambda path: path.name)
+def test_job_scripts_run_commands_that_exist_and_parse(path):
+    subprocess.run(["bash", "-n", path], check=True)
+    (command,) = commands(path.read_text())
+    build_parser().parse_args(command)
+
+
+def test_job_scripts_pass_shellcheck():
+    places = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+    tool = shutil.which("shellcheck", path=places) or pytest.skip("shellcheck is not installed")
+    done = subprocess.run([tool, *SLURM], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_kubernetes_knows_every_field():
+    validator = pytest.importorskip("kubernetes_validate")
+    for path in KUBERNETES:
+        for one in objects(path):
+            validator.validate(one, "1.33", strict=True)
+
+
+def test_the_configuration_is_one_that_loads():
+    (loaded,) = [one for path in KUBERNETES for one in objects(path) if one["kind"] == "ConfigMap"]
+    config = parse_config(tomllib.loads(loaded["data"]["run.toml"]), source="run.toml")
+    assert config.name == "countdown"
+
+
+def test_roles_of_a_run_share_nothing_and_listen_nowhere():
+    path = LAUNCH / "kubernetes" / "run.yaml"
+    kinds = [one["kind"] for one in objects(path)]
+    assert "Service" not in kinds
+    (policy,) = [one["spec"] for one in objects(path) if one["kind"] == "NetworkPolicy"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert not policy.get("ingress")
+    for kind, pod in pods(path):
+        assert kind == "Job"
+        assert pod["metadata"]["labels"].items() >= policy["podSelector"]["matchLabels"].items()
+        assert not any("ports" in container for container in containers(pod))
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
+def test_pods_have_no_more_rights_than_they_need(path):
+    for _, pod in pods(path):
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        for volume in spec.get("volumes", []):
+            assert volume.keys() & {"configMap", "emptyDir"}, "nothing that two pods share"
+        for container in containers(pod):
+            rights = container["securityContext"]
+            assert rights["allowPrivilegeEscalation"] is False
+            assert rights["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_the_image_installs_extras_that_exist():
+    text = (LAUNCH / "Dockerfile").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    (extras,) = re.findall(r"deltawire\[([a-z,]+)\]", text)
+    for extra in extras.split(","):
+        assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
