@@ -178,4 +178,6 @@ def test_no_class_name_occurs_twice():
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path.relative_to(PACKAGE).as_posix())
     assert len(places) > 300
-    assert not {name: found for name, found in places.items() if len(found) > 1}
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    # The callback of each framework has one name: users import it from that framework's module.
+    assert twice == {"Publish": ["rllib.py", "trl/callback.py"]}
