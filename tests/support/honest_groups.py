@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from deltawire.engines.transformers import TransformersEngine
 from deltawire.envs import open_tasks
 from deltawire.export.models import save_model
 from deltawire.export.source import open_source
+from deltawire.parity.routes import RouteShape, pack_routes, unpack_routes
 from deltawire.rl.control.challenges import nonce_of, stream_of
 from deltawire.rl.control.rollout_buffer import BufferedGroup
 from deltawire.rl.rollout.episode import play_all, run_episode
@@ -45,10 +46,11 @@ class HonestRun:
 
     folder: object
     raw: dict = field(default_factory=lambda: CONFIG)
+    place: str = "memory://"
 
     def __post_init__(self):
         self.config = parse_config(self.raw, source="test")
-        self.bucket = open_bucket("memory://")
+        self.bucket = open_bucket(self.place, create=True)
         model = build_model(self.config.model.build, seed=0)
         self.tokenizer = byte_tokenizer()
         save_model(model, self.tokenizer, self.folder)
@@ -105,3 +107,34 @@ class HonestRun:
     def judged(self, checker, group, number=0, secret=SECRET):
         """The verdict on a group."""
         return checker.check(BufferedGroup(number, group), lease=0, number=number, secret=secret)
+
+
+class RoutedRun(HonestRun):
+    """A run of a mixture of experts whose worker records the experts it chose."""
+
+    @classmethod
+    def with_routes(cls, folder, mode="replay", place="memory://"):
+        """The run, with ``parity.routes`` set to ``mode``."""
+        build = CONFIG["model"]["build"] | {
+            "family": "qwen3_moe", "layers": 2, "experts": 8, "experts_per_token": 2,
+        }  # fmt: skip
+        return cls(folder, CONFIG | {"model": {"build": build}, "parity": {"routes": mode}}, place)
+
+    def engine(self):
+        """A sampler that records."""
+        return TransformersEngine(
+            self.model, stop_tokens=[256], slots=16, capacity=96, seed=3, version=self.version,
+            record_routes=True,
+        )  # fmt: skip
+
+    def rerouted(self, group, token):
+        """The group with other experts in the last layer where its first answer's ``token`` was
+        drawn."""
+        one = group.trajectories[0]
+        prompt = len(group.prompt_of(one))
+        shape = RouteShape.of(one.routes)
+        routes = unpack_routes(one.routes, shape, positions=prompt + len(one.tokens_T) - 1)
+        place = prompt + token - 1
+        routes[place, 1] = sorted(set(range(8)) - set(routes[place, 1].tolist()))[:2]
+        packed = replace(one, routes=pack_routes(routes, experts=8))
+        return replace(group, trajectories=[packed, *group.trajectories[1:]])

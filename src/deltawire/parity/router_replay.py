@@ -22,15 +22,20 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from deltawire.config import ParityConfig
 from deltawire.engines.routers import Choose, Routers
 from deltawire.errors import CorruptError
 from deltawire.parity.routes import NOT_RECORDED, RouteShape, unpack_routes
+
+_Replay = TypeVar("_Replay", bound="RouteReplay")
 
 _found: WeakKeyDictionary[nn.Module, Routers] = WeakKeyDictionary()
 
@@ -49,10 +54,19 @@ def route_shape(routers: Routers) -> RouteShape:
 
 def replay_of(model: nn.Module, config: ParityConfig) -> RouteReplay | None:
     """Returns the replay that ``parity.routes`` configures; None if it is off."""
+    return _replay(RouteReplay, model, config)
+
+
+def traced_replay_of(model: nn.Module, config: ParityConfig) -> TracedReplay | None:
+    """Returns the same, keeping the flips of each token."""
+    return _replay(TracedReplay, model, config)
+
+
+def _replay(kind: type[_Replay], model: nn.Module, config: ParityConfig) -> _Replay | None:
     if config.routes == "off":
         return None
     take = config.routes == "replay"
-    return RouteReplay(routers_of(model), take=take, plausible=config.plausible)
+    return kind(routers_of(model), take=take, plausible=config.plausible)
 
 
 @dataclass
@@ -156,6 +170,56 @@ class RouteReplay:
                 self.implausible_L[layer] += int((~likely_RK & recorded_R[:, None]).sum())
             taken_RK = refilled(scores_RE, own_RK, taken_RK, likely_RK)
         return taken_RK
+
+
+@dataclass
+class TracedReplay(RouteReplay):
+    """A replay that also keeps the flips of each token of its last forward pass.
+
+    Example::
+
+        replay = TracedReplay(routers_of(model), take=True)
+        token_logprobs(model, batch, replay)
+        replay.flips_of(0)
+    """
+
+    _flips_RL: Tensor = field(init=False, default_factory=lambda: torch.zeros(0, 0))
+    _starts_N: Sequence[tuple[int, int]] = field(init=False, default=())
+    _sizes_N: Sequence[tuple[int, int]] = field(init=False, default=())
+
+    def placed(
+        self,
+        packed_N: Sequence[bytes],
+        starts_N: Sequence[tuple[int, int]],
+        sizes_N: Sequence[tuple[int, int]],
+        positions: int,
+    ) -> Tensor:
+        """Returns `RouteReplay.placed`, and begins a pass."""
+        self._starts_N, self._sizes_N = starts_N, sizes_N
+        unknown = torch.full((positions, self.routers.layers), NOT_RECORDED, dtype=torch.int32)
+        self._flips_RL = unknown
+        return super().placed(packed_N, starts_N, sizes_N, positions)
+
+    def flips_of(self, sequence: int) -> NDArray[np.int32]:
+        """Returns, for each token of a sequence of the last pass and each expert layer, how many of
+        the experts that drew the token the model's own router did not choose: int32[T, L],
+        `NOT_RECORDED` where no choice was recorded.
+
+        The position before a token is the one whose output it was drawn from.
+        """
+        prompt, first = self._starts_N[sequence]
+        before, length = self._sizes_N[sequence]
+        places = [prompt + before - 1, *range(first, first + length - 1)][:length]
+        found: NDArray[np.int32] = self._flips_RL[places].numpy()
+        return found
+
+    def _choose(self, layer: int, scores_RE: Tensor, own_RK: Tensor, recorded_RK: Tensor) -> Tensor:
+        recorded_RK = recorded_RK.to(own_RK.device)
+        flips_R = (recorded_RK[:, :, None] != own_RK[:, None, :]).all(2).sum(1, dtype=torch.int32)
+        known_R = (recorded_RK != NOT_RECORDED).all(1)
+        if self._counting:
+            self._flips_RL[:, layer] = flips_R.masked_fill(~known_R, NOT_RECORDED).cpu()
+        return super()._choose(layer, scores_RE, own_RK, recorded_RK)
 
 
 def plausible(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from deltawire.config import RunConfig
 from deltawire.errors import InputError
+from deltawire.parity.routes import NOT_RECORDED, RouteShape
 from deltawire.store import Bucket
 from deltawire.watch.weights import MAX_MEASURED_BYTES
 from deltawire.wire.rollouts import Group
@@ -34,6 +35,12 @@ class TrainerTokens(msgspec.Struct, frozen=True, kw_only=True):
     deleted, or the answer has more than `MAX_SCORED_VERSIONS`. ``mean_gap`` is the mean of
     the absolute difference to the sampler over all scored tokens of the answer, ``largest_gap`` its
     maximum.
+
+    ``flips`` counts, for each token, the sampler's expert choices that the trainer's own router did
+    not make, of ``choices`` that a token takes, and ``flipped_layers`` names the expert layers they
+    are in; None and empty where no choices were recorded. ``flipped_share`` is the share over all
+    scored tokens of the answer. Where ``parity.routes`` replays choices, the log-probabilities are
+    computed with the sampler's.
     """
 
     first: int
@@ -42,6 +49,10 @@ class TrainerTokens(msgspec.Struct, frozen=True, kw_only=True):
     unread: list[int]
     mean_gap: float | None
     largest_gap: float | None
+    flips: list[int | None] | None = None
+    flipped_layers: list[list[int]] = []
+    choices: int = 0
+    flipped_share: float | None = None
 
 
 class TrainerScores:
@@ -85,6 +96,7 @@ class TrainerScores:
         drawn_T = trajectory.mask_T == 1
         wanted = np.unique(trajectory.versions_T[drawn_T]).tolist()
         found_T = np.full(len(drawn_T), np.nan)
+        flips_TL: NDArray[np.int32] | None = None
         used: list[int] = []
         with self._lock:
             for version in wanted[:MAX_SCORED_VERSIONS]:
@@ -92,10 +104,16 @@ class TrainerScores:
                 if scored is None:
                     continue
                 here_T = drawn_T & (trajectory.versions_T == version)
-                found_T[here_T] = scored[places.index(answer)][here_T]
+                logprobs, flips = scored
+                found_T[here_T] = logprobs[places.index(answer)][here_T]
+                if flips and trajectory.routes:
+                    part_TL = flips[places.index(answer)]
+                    if flips_TL is None:
+                        flips_TL = np.full_like(part_TL, NOT_RECORDED)
+                    flips_TL[here_T] = part_TL[here_T]
                 used.append(version)
         gaps = np.abs(found_T - trajectory.logprobs_T)[~np.isnan(found_T)]
-        return TrainerTokens(
+        tokens = TrainerTokens(
             first=first,
             logprobs=[None if x != x else x for x in found_T[first : first + limit].tolist()],  # noqa: PLR0124
             versions=used,
@@ -103,14 +121,20 @@ class TrainerScores:
             mean_gap=float(gaps.mean()) if len(gaps) else None,
             largest_gap=float(gaps.max()) if len(gaps) else None,
         )
+        if flips_TL is None:
+            return tokens
+        return _with_flips(tokens, flips_TL, RouteShape.of(trajectory.routes), first, limit)
 
-    def _score(self, group: Group, version: int) -> list[NDArray[np.float32]] | None:
+    def _score(
+        self, group: Group, version: int
+    ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.int32]]] | None:
         from deltawire.rl.evaluate.recorded_model import RecordedModel
 
         if self._model is None:
             self._model = self._open()
         assert isinstance(self._model, RecordedModel)
-        return self._model.logprobs(group, version)
+        assert self._config is not None
+        return self._model.traced(group, version, self._config.parity)
 
     def _open(self) -> object:
         from deltawire.codec import ITEMSIZE
@@ -136,3 +160,21 @@ class TrainerScores:
         if model.lacking:
             raise InputError(model.lacking)
         return model
+
+
+def _with_flips(
+    tokens: TrainerTokens, flips_TL: NDArray[np.int32], shape: RouteShape, first: int, limit: int
+) -> TrainerTokens:
+    """Adds flips, int32[T, L], of the tokens from ``first`` on."""
+    known_T = (flips_TL != NOT_RECORDED).all(1)
+    choices = shape.layers * shape.chosen
+    compared = int(known_T.sum()) * choices
+    page, known = flips_TL[first : first + limit], known_T[first : first + limit]
+    sums = page.sum(1).tolist()
+    return msgspec.structs.replace(
+        tokens,
+        flips=[count if on else None for count, on in zip(sums, known.tolist(), strict=True)],
+        flipped_layers=[np.flatnonzero(row > 0).tolist() for row in page],
+        choices=choices,
+        flipped_share=int(flips_TL[known_T].sum()) / compared if compared else None,
+    )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from honest_groups import HonestRun
+from honest_groups import HonestRun, RoutedRun
 
 from deltawire.errors import InputError
 from deltawire.watch import trainer_scores
@@ -106,3 +106,26 @@ def test_forced_tokens_differ_from_those_of_the_environment(honest) -> None:
     assert tokens.forced[-3:] == [1, 1, 0]
     assert tokens.drawn[-3:] == [0, 0, 0]
     assert sum(tokens.forced) == 2
+
+
+@pytest.mark.parametrize("mode", ["record", "replay"])
+def test_a_changed_expert_choice_is_a_flip_of_the_token_it_drew(tmp_path, mode) -> None:
+    routed = RoutedRun.with_routes(tmp_path, mode)
+    scores = TrainerScores(routed.bucket, routed.run, routed.config)
+    group = routed.group(0)
+    same = scores.of(group, 0, first=0, limit=100)
+    count = len(group.trajectories[0].tokens_T)
+    assert same.choices == 4
+    assert same.flips == [0] * count
+    assert same.flipped_share == 0
+    other = routed.rerouted(group, token=2)
+    found = scores.of(other, 0, first=0, limit=100)
+    assert found.flips is not None
+    assert found.flipped_layers[2] == [1]
+    # The last layer's choice reaches the logits only, so no other token's router sees it.
+    assert found.flips == [0, 0, 2] + [0] * (count - 3)
+    assert found.flipped_share == 2 / (4 * count)
+    gap = abs(found.logprobs[2] - same.logprobs[2])
+    assert gap > 1e-6 if mode == "replay" else gap == 0
+    assert scores.of(other, 0, first=2, limit=1).flips == [2]
+    assert scores.of(changed(group, routes=b""), 0, first=0, limit=100).flips is None

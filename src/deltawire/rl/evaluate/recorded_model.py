@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 
 from deltawire.codec import ITEMSIZE
-from deltawire.config import RunConfig
+from deltawire.config import ParityConfig, RunConfig
 from deltawire.engines.cache_size import available_bytes
 from deltawire.errors import CorruptError
 from deltawire.export.adapter import open_model
 from deltawire.export.lines import open_policy
 from deltawire.export.models import load_tokenizer, stop_tokens
 from deltawire.export.source import open_source
+from deltawire.parity.router_replay import RouteReplay, traced_replay_of
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror
 from deltawire.train.batch import collate
@@ -65,8 +66,25 @@ class RecordedModel:
     def logprobs(self, group: Group, version: int) -> Logprobs:
         """log π of the tokens of each trained trajectory, float32[T] each, at ``version``; None if
         that cannot be read, or there is no model here."""
-        if self.lacking:
+        return self._logprobs(group) if self._fill(version) else None
+
+    def traced(
+        self, group: Group, version: int, parity: ParityConfig
+    ) -> tuple[list[NDArray[np.float32]], list[NDArray[np.int32]]] | None:
+        """`logprobs` with the sampler's expert choices used as the trainer uses them, and their
+        flips by token and layer, int32[T, L] for each trajectory: `TracedReplay.flips_of`. No flips
+        where ``parity.routes`` is off."""
+        if not self._fill(version):
             return None
+        replay = traced_replay_of(self._model, parity)
+        logprobs = self._logprobs(group, replay)
+        flips = [] if replay is None else [replay.flips_of(n) for n in range(len(logprobs))]
+        return logprobs, flips
+
+    def _fill(self, version: int) -> bool:
+        """Puts the weights of a version into the model; returns False if they cannot be read."""
+        if self.lacking:
+            return False
         if self._version != version:
             behind = self._mirror is not None and self._version < version
             into, self._mirror, self._version = self._mirror if behind else None, None, -1
@@ -75,13 +93,18 @@ class RecordedModel:
             except CorruptError:
                 mirror = None
             if mirror is None:
-                return None
+                return False
             self._source.restore(mirror)
             self._mirror, self._version = mirror, version
             self._model.eval().requires_grad_(False)
+        return True
+
+    def _logprobs(
+        self, group: Group, replay: RouteReplay | None = None
+    ) -> list[NDArray[np.float32]]:
         batch = collate([group])
         with torch.no_grad():
-            found_NC = token_logprobs(self._model, batch).numpy()
+            found_NC = token_logprobs(self._model, batch, replay).numpy()
         lengths = [len(group.trajectories[place].tokens_T) for _, place in batch.members_N]
         return [row[:count] for row, count in zip(found_NC, lengths, strict=True)]
 

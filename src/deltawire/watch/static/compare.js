@@ -39,8 +39,8 @@ export function compareView(context) {
       }));
       replace(grid, charts.map((chart) => chart.element));
       replace(families, known.families.map((numbers, place) => h("li", {}, h("i", { style: { "background-color": `var(--${COLORS[place % COLORS.length]})` }, "aria-hidden": "true" }), numbers.map((one, at) => [at ? ", " : "", h("a", { href: `/run/${one}/overview` }, clean(runs[one].name, 40)), h("small", {}, ` ${clean(runs[one].url.split("/").pop(), 40)}`)]))));
-      const head = ["Setting", ...runs.map((one) => clean(one.name, 30))];
-      replace(differences, card("Configuration", { id: "configuration", wide: true, caption: `${known.differences.length} settings differ, ${known.same} are equal. Credentials are left out.`, tools: buttons(["CSV", "Download the differences", () => download("configuration.csv", csv([head, ...known.differences.map((one) => [one.key, ...one.values])]))]) },
+      const head = ["Setting", ...runs.map((one) => label([one.number]))];
+      replace(differences, card("Configuration", { id: "configuration", wide: true, caption: `${known.differences.length} ${known.differences.length === 1 ? "setting differs" : "settings differ"}, ${known.same} are equal. Credentials are left out.`, tools: buttons(["CSV", "Download the differences", () => download("configuration.csv", csv([head, ...known.differences.map((one) => [one.key, ...one.values])]))]) },
         known.differences.length ? h("div", { class: "scroll" }, h("table", { class: "diff" }, h("thead", {}, h("tr", {}, head.map((name) => h("th", { scope: "col" }, name)))),
           h("tbody", {}, known.differences.map((one) => h("tr", {}, h("th", { scope: "row" }, h("code", {}, clean(one.key, 80))), one.values.map((value) => h("td", { class: value !== one.values[0] ? "changed" : null }, h("code", {}, value === null ? MISSING : clean(value, 200))))))))) : empty(runs.length === 1 ? "Give several RUN_URLs to deltawire watch to compare runs." : "The configurations are equal.")));
     }

@@ -8,7 +8,8 @@ import { reward } from "./rollouts.js";
 
 const LONG = 1600;
 const SHOWN = 2;
-const MODES = [["logprob", "log-probability"], ["trainer", "gap to the trainer"], ["gap", "gap to the reference"], ["version", "version"], ["drawn", "drawn or forced"]];
+const MODES = [["logprob", "log-probability"], ["trainer", "gap to the trainer"], ["gap", "gap to the reference"], ["flips", "expert choice flips"], ["version", "version"], ["drawn", "drawn or forced"]];
+const SCORED = new Set(["trainer", "flips"]); // Modes that the server computes on request.
 
 export function groupView(context) {
   const { base, home, query, setQuery, signal, match } = context;
@@ -70,16 +71,17 @@ export function groupView(context) {
     const text = h("div", { class: "tokens", role: "listbox", tabindex: 0, "aria-label": `Tokens of answer ${one.index}` });
     const detail = h("dl", { class: "token-detail", "aria-live": "polite" });
     const legend = h("span", { class: "quiet" });
-    const modes = h("select", { "aria-label": "Color tokens by", onchange: (event) => { mode = event.target.value; paint(); if (mode === "trainer" && !trainer) score(); } }, MODES.filter(([key]) => (key !== "gap" || one.scored) && (key !== "trainer" || !one.cause)).map(([key, label]) => h("option", { value: key }, label)));
+    const modes = h("select", { "aria-label": "Color tokens by", onchange: (event) => { mode = event.target.value; paint(); if (SCORED.has(mode) && !trainer) score(); } }, MODES.filter(([key]) => (key !== "gap" || one.scored) && (key !== "flips" || one.experts) && (!SCORED.has(key) || !one.cause)).map(([key, label]) => h("option", { value: key }, label)));
     const pages = h("div", { class: "tools" });
     const panel = h("section", { class: "token-panel" }, h("div", { class: "tools" }, h("label", {}, "Color by ", modes), legend, pages,
-      buttons(["CSV", "Download the tokens", () => data && download(`${worker}-${sequence}-${one.index}-tokens.csv`, csv([["place", "id", "text", "drawn", "forced", "logprob", "trainer", "reference", "version"], ...data.ids.map((id, at) => [data.first + at, id, data.texts[at], data.drawn[at], data.forced[at], data.logprobs[at], trainer?.logprobs[at] ?? null, data.reference?.[at] ?? null, data.versions[at]])]))])), text, detail);
+      buttons(["CSV", "Download the tokens", () => data && download(`${worker}-${sequence}-${one.index}-tokens.csv`, csv([["place", "id", "text", "drawn", "forced", "logprob", "trainer", "reference", "version", "flips"], ...data.ids.map((id, at) => [data.first + at, id, data.texts[at], data.drawn[at], data.forced[at], data.logprobs[at], trainer?.logprobs[at] ?? null, data.reference?.[at] ?? null, data.versions[at], trainer?.flips?.[at] ?? null])]))])), text, detail);
 
     function shade(at) {
       if (mode === "drawn" && data.forced[at]) return mix(color("alarm"), 0.28);
       if (!data.drawn[at]) return null;
       if (mode === "trainer") { const gap = (trainer?.logprobs[at] ?? data.logprobs[at]) - data.logprobs[at]; return mix(color(gap < 0 ? "alarm" : "accent"), Math.min(0.85, 10 * Math.abs(gap))); }
       if (mode === "drawn") return mix(color("accent"), 0.28);
+      if (mode === "flips") { const count = trainer?.flips?.[at]; return count ? mix(color("alarm"), Math.min(0.9, 0.25 + 2 * count / trainer.choices)) : null; }
       if (mode === "version") { const low = Math.min(...known), high = Math.max(...known); return mix(color("train"), high > low ? 0.12 + 0.6 * (data.versions[at] - low) / (high - low) : 0.25); }
       if (mode === "gap") { const gap = data.reference[at] - data.logprobs[at]; return mix(color(gap < 0 ? "alarm" : "accent"), Math.min(0.85, 3 * Math.abs(gap))); }
       return mix(color("alarm"), Math.min(0.85, -data.logprobs[at] / 4));
@@ -88,7 +90,7 @@ export function groupView(context) {
     function paint() {
       known = data.versions.filter((value) => value !== null);
       [...text.children].forEach((token, at) => token.style.setProperty("background-color", shade(at) || "transparent"));
-      legend.textContent = { logprob: "red: unlikely tokens", gap: "blue: the reference finds it more likely; red: less", version: "darker: newer versions", drawn: "blue: drawn by the model; red: forced, to close thinking; the rest is the environment's", trainer: trainerLegend() }[mode];
+      legend.textContent = { logprob: "red: unlikely tokens", gap: "blue: the reference finds it more likely; red: less", version: "darker: newer versions", drawn: "blue: drawn by the model; red: forced, to close thinking; the rest is the environment's", trainer: trainerLegend(), flips: flipsLegend() }[mode];
     }
     function trainerLegend() {
       if (!trainer) return "scoring with the weights that drew the tokens…";
@@ -96,12 +98,17 @@ export function groupView(context) {
       const unread = trainer.unread.length ? `; not scored: version ${trainer.unread.join(", ")}` : "";
       return `blue: the trainer finds it more likely; red: less. Mean gap ${number(trainer.mean_gap)} nats, largest ${number(trainer.largest_gap)}${unread}`;
     }
+    function flipsLegend() {
+      if (!trainer) return "routing with the weights that drew the tokens…";
+      if (!trainer.flips) return trainer.versions.length ? "the run compares no expert choices (parity.routes is off)" : "the weights that drew these tokens were deleted";
+      return `red: the trainer's router chose other experts. Flipped ${percent(trainer.flipped_share, 2)} of all choices, ${number(trainer.choices)} a token`;
+    }
     async function score() {
       try {
         trainer = await get(`${path}/answers/${one.index}/trainer`, { from }, signal);
         paint();
         pick(current, false);
-        say(trainerLegend());
+        say(mode === "flips" ? flipsLegend() : trainerLegend());
       } catch (error) {
         if (error.name !== "AbortError") legend.textContent = clean([error.message, error.hint].filter(Boolean).join("; "), 400);
       }
@@ -119,17 +126,19 @@ export function groupView(context) {
         ["reference", reference === undefined || logprob === null ? MISSING : `${reference.toFixed(4)}, gap ${(reference - logprob).toFixed(4)}`]];
       const own = trainer?.logprobs[current] ?? null;
       if (trainer) rows.push(["trainer", own === null ? MISSING : `${own.toFixed(4)}, gap ${number(own - logprob)}`]);
+      const flips = trainer?.flips?.[current] ?? null;
+      if (flips !== null) rows.push(["flips", flips ? `${number(flips)} of ${number(trainer.choices)} choices, in expert layer ${trainer.flipped_layers[current].join(", ")}` : `none of ${number(trainer.choices)} choices`]);
       replace(detail, rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))), data.experts ? h("div", {}, h("dt", {}, "experts"), h("dd", {}, h("button", { type: "button", class: "small", onclick: experts }, "Show by layer"))) : null);
     }
     async function experts(event) {
       const place = event.currentTarget.parentElement;
       const chosenExperts = await get(`${path}/answers/${one.index}/experts/${data.first + current}`, {}, signal);
-      replace(place, h("span", { class: "experts" }, chosenExperts.layers.map((layer, at) => h("span", { class: "tag" }, `${at}: ${layer.map((expert) => (expert < 0 ? MISSING : expert)).join(", ")}`)), h("small", {}, ` of ${chosenExperts.experts}`)));
+      replace(place, h("span", { class: "experts" }, chosenExperts.layers.map((layer, at) => h("span", { class: trainer?.flipped_layers?.[current]?.includes(at) ? "tag bad" : "tag" }, `${at}: ${layer.map((expert) => (expert < 0 ? MISSING : expert)).join(", ")}`)), h("small", {}, ` of ${chosenExperts.experts}`)));
     }
     async function load() {
       data = await get(`${path}/answers/${one.index}/tokens`, { from }, signal);
       trainer = null;
-      if (mode === "trainer") score();
+      if (SCORED.has(mode)) score();
       replace(text, data.texts.map((piece, at) => h("span", { id: `t-${one.index}-${at}`, role: "option", "aria-selected": "false", class: data.drawn[at] ? "token" : "token given" }, piece.replaceAll("\n", "⏎\n") || "·")));
       const next = data.first + data.ids.length;
       replace(pages, data.first ? h("button", { type: "button", class: "small", onclick: () => { from = Math.max(0, data.first - 4000); load(); } }, "Earlier") : null, next < data.total ? h("button", { type: "button", class: "small", onclick: () => { from = next; load(); } }, "Later") : null);
