@@ -191,6 +191,7 @@ FLAGS = {
         "--search",
         "--group",
         "--failed",
+        "--cause",
         "--count",
         "--json",
     },

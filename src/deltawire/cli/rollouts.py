@@ -49,6 +49,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--failed", action="store_true", help="only episodes that failed")
     parser.add_argument(
+        "--cause",
+        default="",
+        metavar="TEXT",
+        help="only episodes that failed for a reason that contains this text",
+    )
+    parser.add_argument(
         "--count", type=at_least(1), default=5, metavar="N", help="how many (default: 5)"
     )
     add_trust(parser)
@@ -77,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         reward_min=arguments.min_reward,
         reward_max=arguments.max_reward,
         failed=arguments.failed,
+        cause=arguments.cause,
     )
     print_samples(
         bucket,

@@ -124,6 +124,8 @@ def test_the_newest_versions_come_first(capsys, folder):
         (["--min-reward", "0.5", "--version", "1"], [(0, 0), (1, 0)]),
         (["--max-reward", "0.25"], [(0, 1), (1, 1)]),
         (["--failed"], [(2, 0)]),
+        (["--cause", "It BROKE"], [(2, 0)]),
+        (["--cause", "out of memory"], []),
         (["--count", "2"], [(2, 0), (0, 0)]),
     ],
 )

@@ -54,8 +54,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFilter:
-    """Which samples are wanted; the default wants all. ``task`` is part of an identity, ``family``
-    and ``worker`` are whole names."""
+    """Which samples are wanted; the default wants all. ``task`` is part of an identity, ``cause``
+    part of the reason for a failure in any case, ``family`` and ``worker`` are whole names."""
 
     version: int | None = None
     task: str = ""
@@ -64,6 +64,7 @@ class SampleFilter:
     reward_min: float = float("-inf")
     reward_max: float = float("inf")
     failed: bool = False
+    cause: str = ""
 
     def wants_group(self, group: Group) -> bool:
         """Returns whether any sample of the group may be wanted."""
@@ -73,7 +74,8 @@ class SampleFilter:
     def wants(self, trajectory: Trajectory) -> bool:
         """Returns whether a sample of a wanted group is wanted."""
         inside = self.reward_min <= trajectory.reward <= self.reward_max
-        return inside and (bool(trajectory.cause) or not self.failed)
+        failed = bool(trajectory.cause) or not self.failed
+        return inside and failed and self.cause.casefold() in trajectory.cause.casefold()
 
 
 def read_samples(
