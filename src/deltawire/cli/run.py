@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check model, environment and trust, print every setting, and stop",
+        help="check model, tasks and trust, print every setting, and stop",
     )
     add_job_options(parser)
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from deltawire.dashboard.live import screen
-    from deltawire.launch.checks import check_start
+    from deltawire.launch.checks import check_start, check_tasks
     from deltawire.launch.processes import read_config, refuse_memory
     from deltawire.launch.role_keys import RunKeys, refuse_signed
     from deltawire.launch.session import Job, check_audit, execute, only_one, open_output
@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(stderr=arguments.json)
     if arguments.dry_run:
         check_start(config)
+        check_tasks(config)
         _print_config(console, config, out, as_json=arguments.json)
         return 0
     if config.rollout.workers:

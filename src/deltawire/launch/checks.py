@@ -22,6 +22,21 @@ def check_start(config: RunConfig) -> None:
         require_tasks(one.task)
 
 
+def check_tasks(config: RunConfig) -> None:
+    """Opens the tasks of rows and of reasoning-gym, as a dry run does: their files, columns,
+    rewards, and numbers of held-out problems are then known to be sound.
+
+    Other environments are not opened: they may start servers or take minutes. Raises `InputError`
+    for the first fault.
+    """
+    from deltawire.envs.registry import open_tasks
+
+    for task in (config.task, *(one.task for one in config.evaluate.sets)):
+        for part in task.each():
+            if part.environment in ("dataset", "reasoning_gym"):
+                open_tasks(part, seed=config.seed)
+
+
 def check_model(config: RunConfig) -> None:
     """Raises `InputError` unless ``model.path`` is a Hugging Face directory, or is not set."""
     if not config.model.path:

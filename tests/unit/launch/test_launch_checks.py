@@ -65,3 +65,27 @@ def test_a_run_with_a_wrong_model_ends_before_any_process_starts(tmp_path, capsy
     assert main(["run", str(config), "--out", str(tmp_path / "out"), "--plain"]) == 2
     assert "none is not a directory" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("logs/*"))
+
+
+@pytest.mark.parametrize(("held", "code"), [(2, 0), (3, 2)])
+def test_rows_must_be_left_to_train_on(tmp_path, capsys, model, held, code):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1 + 1", "answer": "2"}\n' * 3)
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'''
+name = "r"
+[model]
+path = "{model}"
+[task]
+environment = "dataset"
+prompt = "{{question}}"
+heldout = {held}
+[task.data]
+path = "{rows}"
+answer = "answer"
+'''
+    )
+    assert main(["run", str(config), "--dry-run"]) == code
+    if code:
+        assert "has 3 rows, and 3 are held out" in capsys.readouterr().err

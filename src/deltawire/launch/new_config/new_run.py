@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deltawire.config import RunConfig, check_config
+from deltawire.config import RunConfig, TaskConfig, check_config
 from deltawire.data.rows import open_rows
 from deltawire.errors import InputError
 from deltawire.launch.checks import check_model
@@ -20,6 +20,8 @@ SCRATCH = "scratch"
 KINDS = ("reasoning_gym:DATASET", "dataset:PATH", "verifiers:TASKSET", "workspace")
 _PROMPTS = ("question", "prompt", "problem", "instruction", "input")
 _ANSWERS = ("answer", "solution", "target", "output", "label", "completion")
+SAMPLED = 1000
+"""Rows of which the longest answer is looked for; of a generator a twentieth."""
 _NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
@@ -221,7 +223,38 @@ def _reward(document: Document, wishes: Wishes) -> None:
 def _answer_tokens(wishes: Wishes) -> int:
     if wishes.task == "workspace":
         return 24 if wishes.scratch else 1024
-    return 8 if wishes.scratch and wishes.task == Wishes.task else 64 if wishes.scratch else 512
+    if not wishes.scratch:
+        return 512
+    # Its tokens are bytes. Answers that are sampled to a limit far above the known ones would take
+    # most of the warm start's time.
+    longest = _longest_answer(wishes)
+    return 64 if longest is None else max(8, min(64, longest + longest // 4 + 2))
+
+
+def _longest_answer(wishes: Wishes) -> int | None:
+    """The bytes of the longest known answer among the first ones; None if there is no answer."""
+    kind, _, detail = wishes.task.partition(":")
+    answers: list[str] = []
+    if kind == "dataset":
+        rows = open_rows(Path(detail))
+        column = next((name for name in _ANSWERS if name in rows.columns), None)
+        if column is not None:
+            answers = [str(rows[at][column]) for at in range(min(len(rows), SAMPLED))]
+    elif kind == "reasoning_gym" and wishes.task != Wishes.task:
+        answers = _drawn_answers(detail)
+    elif kind == "reasoning_gym":
+        return 3  # The options of the default keep words this short.
+    return max((len(answer.encode()) for answer in answers), default=None)
+
+
+def _drawn_answers(dataset: str) -> list[str]:
+    try:
+        from deltawire.envs import open_tasks
+    except ImportError:  # A configuration may be written where nothing is trained.
+        return []
+    tasks = open_tasks(TaskConfig(dataset=dataset, heldout=1), seed=0)
+    drawn = (tasks.draw("init", number).data for number in range(SAMPLED // 20))
+    return [str(data["answer"]) for data in drawn if data.get("answer")]
 
 
 def _context(wishes: Wishes, tokens: int) -> int:

@@ -124,6 +124,24 @@ def test_rows_are_left_to_train_on(tmp_path, count, held):
     assert written(Wishes(task=f"dataset:{path}"), tmp_path).task.heldout == held
 
 
+@pytest.mark.parametrize(
+    ("answer", "tokens"), [("42", 8), ("a sentence of 24 bytes, é", 34), ("x" * 300, 64)]
+)
+def test_answers_may_be_as_long_as_the_known_ones(tmp_path, model, answer, tokens):
+    path = tmp_path / "answers.jsonl"
+    rows = [{"question": "?", "answer": one} for one in ("1", answer)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert written(Wishes(task=f"dataset:{path}"), tmp_path).rollout.max_tokens == tokens
+    (tmp_path / "first.toml").unlink()
+    large_model = Wishes(task=f"dataset:{path}", model=str(model), on="8xh200")
+    assert written(large_model, tmp_path).rollout.max_tokens == 512
+
+
+def test_answers_of_a_generator_are_drawn_to_see_their_length(tmp_path):
+    config = written(Wishes(task="reasoning_gym:leg_counting"), tmp_path)
+    assert config.rollout.max_tokens == 8
+
+
 def test_a_single_row_cannot_be_divided(tmp_path):
     path = tmp_path / "one.jsonl"
     path.write_text('{"question": "1 + 1", "answer": "2"}\n')
