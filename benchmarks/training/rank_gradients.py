@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
+from benchmarks.ports import free_port
 from benchmarks.training.keys import Measured, Options
-from benchmarks.training.rank_runs import free_port
 from benchmarks.training.seeded_groups import Routing, uneven_groups
 from deltawire.config import RunConfig, parse_config
 from deltawire.rl.trainer.resume import seed_step

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import torch.distributed as dist
 
+from benchmarks.ports import free_port
 from benchmarks.runner import ROOT
 from benchmarks.training.seeded_groups import seeded_group
 from deltawire.config import parse_config
@@ -178,14 +178,6 @@ def metadata_of(bucket: Bucket) -> list[CommitMetadata]:
     """Returns the commit metadata of each version after 0."""
     history = read_history(bucket, require_run(bucket))
     return [CommitMetadata.of(one.metadata, run="", version=one.version) for one in history]
-
-
-def free_port() -> int:
-    """Returns a free port of this machine."""
-    store = dist.TCPStore(  # type: ignore[attr-defined, unused-ignore]
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )
-    return int(store.port)
 
 
 def environment() -> dict[str, str]:

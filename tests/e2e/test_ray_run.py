@@ -17,9 +17,9 @@ import tiny_config
 from deltawire.events import Life
 from deltawire.launch.ray_launcher import LOST, RayLauncher
 from deltawire.runtime.event_tail import EventTail
-from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.supervisor import ChildError, Supervisor
 from deltawire.store import Bucket, open_bucket
+from deltawire.wire import keys
 
 pytestmark = [pytest.mark.drills, pytest.mark.timeout(300)]
 
@@ -117,64 +117,70 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(ray: Any) -> None:
         RayLauncher(wide, grows=False, leaves=False)
 
 
-def begin(folder: Path, ray: Any, versions: int) -> tuple[subprocess.Popen[str], Bucket]:
+def begin(folder: Path, ray: Any, versions: int) -> tuple[subprocess.Popen[bytes], Bucket]:
     (folder / "run.toml").write_text(CONFIG.replace("VERSIONS", str(versions)))
     bucket = open_bucket(str(folder / "bucket"), create=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deltawire", "run", "run.toml", "--launcher", "ray", "--plain",
-         "--out", "out", "--bucket", bucket.url],
-        cwd=folder,
-        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    with (folder / "printed").open("w") as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deltawire", "run", "run.toml", "--launcher", "ray", "--plain",
+             "--out", "out", "--bucket", bucket.url],
+            cwd=folder,
+            env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
     return process, bucket
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Processes that have the folder in their command line."""
+def processes_of(folder: Path, *words: str) -> list[int]:
+    """Processes that have the folder, and these words, in their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and entry.name != str(os.getpid()):
             try:
-                words = (entry / "cmdline").read_bytes()
+                line = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if str(folder).encode() in words:
+            if str(folder).encode() in line and {w.encode() for w in words} <= {*line.split(b"\0")}:
                 found.append(int(entry.name))
     return found
 
 
-def version_of(bucket: Bucket) -> int:
-    status = known_trainer(bucket)
-    return status.version if status else 0
-
-
 def test_a_killed_worker_returns_and_an_interrupt_ends_everything(ray: Any, tmp_path: Path) -> None:
+    """Every condition that is awaited holds from then on, and the run would go on for ever."""
     process, bucket = begin(tmp_path, ray, 100_000)
+    tail, lives = EventTail(bucket), []
+
+    def ended() -> bool:
+        return process.poll() is not None
+
+    def stored() -> int:
+        return len(bucket.list(keys.rollouts_of("w0")))
+
+    def returned() -> bool:
+        lives.extend(event for event in tail.read() if isinstance(event, Life))
+        return "restarted" in {one.what for one in lives if one.process == "w0"}
+
     try:
-        until(lambda: version_of(bucket) >= 1 or process.poll() is not None)
-        worker = next(
-            pid
-            for pid in processes_of(tmp_path)
-            if b"\0worker\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
+        until(lambda: ended() or stored() > 0)
+        (worker,) = processes_of(tmp_path, "worker")
         os.kill(worker, signal.SIGKILL)
-        before = version_of(bucket)
-        until(lambda: version_of(bucket) >= before + 6 or process.poll() is not None)
+        until(lambda: ended() or returned())
+        before = stored()
+        until(lambda: ended() or stored() > before)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=WAIT_S)
+        code = process.wait(WAIT_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    assert process.returncode == 130, output
+            process.wait()
+    output = (tmp_path / "printed").read_text()
+    assert code == 130, output
     assert "the same command continues it" in output
     until(lambda: not processes_of(tmp_path))
-    lives = [event for event in EventTail(bucket).read(everything=True) if isinstance(event, Life)]
-    assert {"died", "restarted"} <= {one.what for one in lives if one.process == "w0"}
+    assert "died" in {one.what for one in lives if one.process == "w0"}
     assert (tmp_path / "out" / "logs" / "trainer.log").exists()
-    assert ray.available_resources().get("CPU") == 2.0, "its placement group is gone"
+    # Its placement group is gone; Ray's own count follows a little later.
+    until(lambda: ray.available_resources().get("CPU") == 2.0)

@@ -1,6 +1,7 @@
-"""A process of a run that hangs: ``process_to_hang.py BUCKET HOW``.
+"""A process of a run that hangs: ``process_to_hang.py BUCKET HOW [MARK]``.
 
-It hangs when it is started for the first time; its successor ends in order.
+It hangs when it is started for the first time; its successor ends in order. One that is mute hangs
+before its first heartbeat, and leaves the file MARK.
 """
 
 import contextlib
@@ -10,6 +11,13 @@ import signal
 import sys
 import threading
 import time
+
+if sys.argv[2] == "mute":  # Before the imports: they may take longer than it may be silent.
+    try:
+        os.close(os.open(sys.argv[3], os.O_CREAT | os.O_EXCL))
+        time.sleep(3600)
+    except FileExistsError:
+        sys.argv[2] = "none"
 
 from deltawire.config import FaultsConfig
 from deltawire.errors import FencedError
@@ -36,19 +44,16 @@ HANGS = {
     "deadlock": deadlock,
     "asleep": lambda: time.sleep(3600),
     "interpreter": hold_the_interpreter,
-    "mute": lambda: time.sleep(3600),
 }
 
 
 def main():
     bucket, how = open_bucket(sys.argv[1]), sys.argv[2]
     process = processes.Process(bucket, "child", "worker", supervised=True)
-    process.heartbeat.faults = FaultsConfig(silence_s=2, stall_s=0.5, long_s=3)
-    first = bucket.create("started", str(os.getpid()).encode())
-    if how == "mute":  # It hangs before its first heartbeat.
-        if first:
-            HANGS[how]()
-        return
+    first = bucket.create("started", str(os.getpid()).encode()) and how != "none"
+    # Nobody else may be found to stall, however busy the machine is.
+    if first and how in ("deadlock", "asleep"):
+        process.heartbeat.faults = FaultsConfig(silence_s=2, stall_s=0.5, long_s=3)
     with process.registered():
         for _ in range(5):
             process.heartbeat.progress("count")

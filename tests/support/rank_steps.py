@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -25,6 +24,7 @@ import torch
 from packed_stacks import quantize_stack
 from torch.distributed.tensor import DTensor
 
+from benchmarks.ports import free_port
 from benchmarks.runner import ROOT
 from benchmarks.training.seeded_groups import Routing, uneven_groups
 from deltawire import codec
@@ -241,7 +241,7 @@ def fork_ranks(work, ranks):
         if (pid := os.fork()) == 0:
             os.environ |= {
                 "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             }  # fmt: skip
             code = 1
             try:
@@ -260,12 +260,6 @@ def fork_ranks(work, ranks):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             sys.exit(abs(code))
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def run_tasks(folder, ranks, tasks):

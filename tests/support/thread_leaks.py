@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 
-GRACE_S = 10.0
+GRACE_S = 60.0
 """How long a thread may take to end after its owner was closed, on a loaded machine."""
 
 LIBRARIES = ("asyncio_", "ray_", "tqdm", "rollout-trace-logger")

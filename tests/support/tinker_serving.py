@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.ports import free_port
 from deltawire.config import BuildConfig
 from deltawire.export.models import save_model
 from deltawire.train.build import build_model, byte_tokenizer
@@ -32,12 +32,6 @@ def make_model(folder: Path, *, tied: bool = True) -> Path:
         model = type(model)(config)
     save_model(model, byte_tokenizer(), path)
     return path
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class ServerProcess:

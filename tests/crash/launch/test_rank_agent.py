@@ -39,7 +39,7 @@ def ranks_of(pid):
 def is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -50,18 +50,20 @@ def test_the_supervisor_starts_all_ranks_again(tmp_path, monkeypatch, struck):
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(supervising, "RESTART_PAUSE_S", 0.1)
-    bucket = begin(tmp_path, versions=60, ranks=2)
+    bucket = begin(tmp_path, versions=200, ranks=2)
     supervisor = Supervisor(bucket, tmp_path / "logs")
     supervisor.start()
     try:
         supervisor.add("trainer", "trainer", ["trainer", bucket.url, "--supervised"])
         child = supervisor._children[0]
         until(lambda: not supervisor.check() and (newest_version(bucket) or 0) >= 3)
-        ranks, at = ranks_of(child.process.pid), newest_version(bucket)
+        ranks = ranks_of(child.process.pid)
         assert sorted(ranks) == [0, 1]
         os.kill(child.process.pid if struck == "agent" else ranks[struck], signal.SIGKILL)
         until(lambda: not any(map(is_running, ranks.values())))
-        until(lambda: supervisor.check() or (newest_version(bucket) or 0) > at + 2)
+        until(lambda: supervisor.check() or child.starts > 1)
+        at = newest_version(bucket)
+        until(lambda: supervisor.check() or newest_version(bucket) > at + 2)
         assert child.starts == 2
     finally:
         supervisor.stop()

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 import tiny_config
 
+from benchmarks.ports import free_port
 from deltawire.live.feedback.client import receipt_of
 from deltawire.live.learning.records import LiveRecords, read_lineages
 from deltawire.runtime.heartbeat import read_heartbeat
@@ -70,12 +70,6 @@ TOKENS = {
     "DELTAWIRE_REPLICA_KEY": "replica", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 PATIENCE_S = 200.0
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def until(condition, what):

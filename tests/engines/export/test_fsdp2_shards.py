@@ -1,7 +1,6 @@
 """Ranks of a real FSDP2 model, two processes over gloo: each publishes its own shards."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.ports import free_port
 from deltawire.export.shards import saved_tensors
 from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, open_publisher, read_manifest, read_run
@@ -19,28 +19,28 @@ RANK = Path(__file__).parents[2] / "support/fsdp2_rank.py"
 STEPS = 3
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_two_ranks_publish_one_model(tmp_path):
     folder = tmp_path / "bucket"
     bucket = open_bucket(str(folder), create=True)
     port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(folder)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": port, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [rank.communicate(timeout=150)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    with (tmp_path / "printed").open("w") as printed:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(RANK), str(folder)],
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                     "MASTER_PORT": port, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                stdout=printed, stderr=printed,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+    try:
+        codes = [rank.wait(250) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert codes == [0, 0], (tmp_path / "printed").read_text()[-6000:]
     run = read_run(bucket)
     for version in range(STEPS + 1):
         manifest = read_manifest(bucket, run, version)

@@ -4,8 +4,8 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from rank_steps import free_port
 
+from benchmarks.ports import free_port
 from deltawire.errors import InputError, ResyncError, RetryError
 from deltawire.train.parallel import ranks
 from deltawire.train.parallel.ranks import LostRankError, join_ranks, lost_ranks, world_of
@@ -17,7 +17,7 @@ def launched(monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
 
-    launch(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    launch(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     return launch
 
 

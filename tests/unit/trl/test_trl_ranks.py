@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.ports import free_port
 from deltawire.store import open_bucket
 from deltawire.sync import committed_versions, load_mirror, read_manifest, read_run
 from deltawire.sync.chain.payloads import read_payload
@@ -19,20 +19,24 @@ SUPPORT = Path(__file__).parents[2] / "support"
 
 @pytest.mark.drills
 def test_ranks_publish_one_model_whole_gathered_and_by_rows(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SUPPORT / "trainer_rank.py"), str(tmp_path)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": port, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = [rank.communicate(timeout=250)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)[-6000:]
+    port = str(free_port())
+    with (tmp_path / "printed").open("w") as printed:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(SUPPORT / "trainer_rank.py"), str(tmp_path)],
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                     "MASTER_PORT": port, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                stdout=printed, stderr=printed,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+    try:
+        codes = [rank.wait(280) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert codes == [0, 0], (tmp_path / "printed").read_text()[-6000:]
     expected = json.loads((tmp_path / "told.json").read_text())
     for kind in ("replicas", "gathered", "rows"):
         bucket = open_bucket(str(tmp_path / kind))
