@@ -72,7 +72,7 @@ class LooksBeforeItWrites(Bucket):
 
     def create(self, key, data):
         there = self.exists(key)
-        self.all_have_looked.wait(timeout=30)
+        self.all_have_looked.wait(timeout=120)
         if there:
             return False
         self.put(key, data)

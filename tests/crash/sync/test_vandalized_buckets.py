@@ -72,6 +72,6 @@ def test_a_publisher_continues_from_the_newest_reachable_version(worlds):
     publisher.close()
     made = read_manifest(bucket, run, 12)
     assert (made.base, made.anchor is not None) == (9, True)
-    Subscriber(bucket, run, held).wait_for(12, timeout_s=20)
+    Subscriber(bucket, run, held).wait_for(12, timeout_s=120)
     assert same_bits(held.tensors, weights(12))
     assert same_bits(load_mirror(bucket, run).tensors, weights(12))

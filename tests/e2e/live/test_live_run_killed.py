@@ -151,7 +151,7 @@ class LiveRun:
                 continue
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(60)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -233,13 +233,13 @@ def test_nothing_promised_is_lost_and_nothing_is_trained_on_twice(tmp_path, stri
         trained = newest_version(run.bucket)
         until(lambda: newest_version(run.bucket) > trained, "training does not go on")
         users.stopping.set()
-        users.join(60)
+        users.join(150)
         spool = tmp_path / "state"
         until(lambda: not any(spool.rglob("*.rows")), "the spool is not uploaded")
     finally:
         users.stopping.set()
         if users.ident is not None:
-            users.join(60)
+            users.join(150)
         run.stop()
     assert struck.total() == strikes
     check(run, users)

@@ -39,10 +39,10 @@ def test_a_template_that_does_not_end_is_refused(byte_tokenizer, monkeypatch, na
     if threaded:
         thread = threading.Thread(target=render)
         thread.start()
-        thread.join(20)
+        thread.join(120)
     else:
         render()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     (error,) = errors
     assert "takes more than 0.2 s" in error
 

@@ -6,7 +6,6 @@ import os
 import ssl
 import subprocess
 import sys
-import time
 import urllib.request
 from contextlib import asynccontextmanager
 
@@ -27,6 +26,7 @@ from deltawire.testing.tiny import start_publisher, start_run, weights
 
 TOKEN, ADMIN = "sampling-secret", "admin-secret"
 HOT_LOAD = "/hot_load/v1/models/hot_load"
+ALLOWED_S = gateway.HEADER_WITHIN_S
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ async def serving(bucket, monkeypatch):
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while not replicas.ready:
                     await asyncio.sleep(0.01)
             yield Gateway(client, runner.addresses[0][1], fake, replicas)
@@ -78,15 +78,14 @@ async def serving(bucket, monkeypatch):
 
 
 async def closed_after(port, sent):
-    """Seconds until the gateway closes a connection on which only ``sent`` arrives, and its
-    answer."""
+    """The gateway's answer on a connection on which only ``sent`` arrives, once it has closed it:
+    before the time that it allows otherwise."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    began = time.monotonic()
     writer.write(sent)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(ALLOWED_S - 5):
         answer = await reader.read()
     writer.close()
-    return time.monotonic() - began, answer
+    return answer
 
 
 @pytest.mark.parametrize(
@@ -103,8 +102,7 @@ def test_a_connection_that_sends_nothing_more_is_closed(bucket, monkeypatch, sen
 
     async def scenario():
         async with serving(bucket, monkeypatch) as at:
-            spent, _ = await closed_after(at.port, sent)
-            assert spent < 5
+            await closed_after(at.port, sent)
 
     asyncio.run(scenario())
 
@@ -118,9 +116,8 @@ def test_a_body_that_does_not_come_ends_its_request(bucket, monkeypatch):
                 f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
                 "Content-Length: 100\r\nConnection: close\r\n\r\n{"
             )
-            spent, answer = await closed_after(at.port, head.encode())
+            answer = await closed_after(at.port, head.encode())
             assert answer.startswith(b"HTTP/1.1 408")
-            assert spent < 5
             assert not at.fake.started.is_set()
 
     asyncio.run(scenario())
@@ -131,7 +128,7 @@ def test_a_client_that_hangs_up_cancels_its_request_at_the_replica(bucket, monke
         async with serving(bucket, monkeypatch) as at:
             body = {"model": "m", "wait": True}
             call = asyncio.create_task(at.call("POST", "/v1/completions", TOKEN, json=body))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(50):
                 await at.fake.started.wait()
                 call.cancel()
                 await at.fake.cancelled.wait()
@@ -144,7 +141,10 @@ def test_a_client_that_hangs_up_cancels_its_request_at_the_replica(bucket, monke
 def test_a_client_that_reads_nothing_does_not_hold_its_replica(bucket, monkeypatch):
     monkeypatch.setattr(gateway, "WRITE_WITHIN_S", 0.3)
 
+    flooding = asyncio.Event()
+
     async def flood(self, request):
+        flooding.set()
         answer = web.StreamResponse()
         await answer.prepare(request)
         while True:
@@ -157,9 +157,8 @@ def test_a_client_that_reads_nothing_does_not_hold_its_replica(bucket, monkeypat
             _, writer = await asyncio.open_connection("127.0.0.1", at.port, limit=1 << 10)
             head = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
             writer.write(head.encode())
-            async with asyncio.timeout(10):
-                while not at.replicas._members[0].requests:
-                    await asyncio.sleep(0.01)
+            async with asyncio.timeout(50):
+                await flooding.wait()
                 while at.replicas._members[0].requests:
                     await asyncio.sleep(0.01)
             writer.close()
@@ -196,7 +195,7 @@ def test_logs_hold_no_traceback_and_no_token(bucket, monkeypatch, caplog):
             status, text = await at.call("GET", HOT_LOAD, ADMIN)
             assert status == 500
             assert ADMIN not in text
-            _, answer = await closed_after(at.port, f"GET /{TOKEN} \x01\r\n\r\n".encode())
+            answer = await closed_after(at.port, f"GET /{TOKEN} \x01\r\n\r\n".encode())
             assert b"400" in answer.splitlines()[0]
 
     asyncio.run(scenario())
@@ -250,7 +249,7 @@ def test_https_and_no_token_in_a_log(tmp_path):
     publisher.publish(weights(0))
     publisher.close()
     refused = command(bucket.url, DELTAWIRE_TOKEN=TOKEN)
-    _, line = refused.communicate(timeout=60)
+    _, line = refused.communicate(timeout=120)
     assert refused.returncode == 2
     assert "--admin-token-file" in line
     certificate(tmp_path)
@@ -262,12 +261,12 @@ def test_https_and_no_token_in_a_log(tmp_path):
         assert url.startswith("https://")
         context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
         with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"{url}/health", context=context, timeout=20)
+            urllib.request.urlopen(f"{url}/health", context=context, timeout=120)
     finally:
         process.terminate()
-        rest = process.communicate(timeout=30)[1]
+        rest = process.communicate(timeout=120)[1]
     assert not {TOKEN, ADMIN} & set((written + rest).split())
     bad = command(
         bucket.url, "--tls-cert", __file__, DELTAWIRE_TOKEN=TOKEN, DELTAWIRE_ADMIN_TOKEN=ADMIN
     )
-    assert "cannot use --tls-cert" in bad.communicate(timeout=60)[1]
+    assert "cannot use --tls-cert" in bad.communicate(timeout=120)[1]

@@ -197,13 +197,13 @@ def address() -> Iterator[tuple[str, int]]:
         thread.start()
         yield server.server_address[0], server.server_address[1]
         server.shutdown()
-        thread.join(30)
+        thread.join(120)
 
 
 def ask(
     address: tuple[str, int], path: str, headers: Mapping[str, str], method: str = "GET"
 ) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(*address, timeout=30)
+    connection = http.client.HTTPConnection(*address, timeout=120)
     try:
         connection.request(method, path, headers=dict(headers))
         answer = connection.getresponse()

@@ -222,7 +222,7 @@ def test_a_hanging_engine_is_distinguished_from_a_slow_one(
 ) -> None:
     """Requests have no time limit; without new versions nothing else would contact the server."""
     monkeypatch.setattr(remote, "CHECK_EVERY_S", 0.01)
-    monkeypatch.setattr(remote, "ANSWER_WITHIN_S", 0.2)
+    monkeypatch.setattr(remote, "ANSWER_WITHIN_S", 0.5)
 
     async def forever(sampler: RemoteSampler) -> None:
         while True:
@@ -243,7 +243,7 @@ def test_a_hanging_engine_is_distinguished_from_a_slow_one(
                 return
             engine.answers.clear()
             with pytest.raises(ResyncError, match="no longer reports its status"):
-                await asyncio.wait_for(forever(sampler), 20)
+                await asyncio.wait_for(forever(sampler), 120)
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
 
@@ -267,7 +267,7 @@ def test_a_request_that_is_cancelled_is_closed_and_frees_its_place(all_at_once: 
             with pytest.raises(asyncio.CancelledError):
                 await waiting
             assert sampler.active == 0
-            await asyncio.wait_for(engine.gone.wait(), 10)
+            await asyncio.wait_for(engine.gone.wait(), 120)
 
     asyncio.run(main())
 

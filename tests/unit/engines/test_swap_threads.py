@@ -67,7 +67,7 @@ def test_a_dead_watcher_is_reported(tmp_path):
     controller.broken = True
     watcher = VersionWatcher(controller, open_bucket(str(tmp_path)), polling=False)
     watcher.start()
-    watcher.join(10)
+    watcher.join(120)
     assert watcher.failure_now() == (
         "the thread that polls for versions has died: RuntimeError: planted"
     )

@@ -63,7 +63,7 @@ class Front:
         return await self.json("POST", HOT_LOAD, json=body)
 
     async def until(self, condition):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while True:
                 _, state = await self.json("GET", HOT_LOAD)
                 if condition(state["replicas"]):
@@ -261,7 +261,7 @@ def test_sync_drains_before_it_loads_and_defers_new_requests(bucket):
             )
             await fake.started.wait()
             await at.load(2)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while (await at.call("POST", "/v1/completions", json={"model": "m"}))[0] != 425:
                     await asyncio.sleep(0.01)
             assert fake.loads == []

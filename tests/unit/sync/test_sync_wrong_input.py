@@ -133,7 +133,7 @@ def goes_on_from_version_1(bucket, run):
     publisher.close()
     assert read_manifest(bucket, run, 3).base == 1
     for mirror in (load_mirror(bucket, run), load_mirror(bucket, run, at=1)):
-        Subscriber(bucket, run, mirror).wait_for(3, timeout_s=20)
+        Subscriber(bucket, run, mirror).wait_for(3, timeout_s=120)
         assert same_bits(mirror.tensors, weights(3))
 
 

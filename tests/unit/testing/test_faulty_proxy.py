@@ -136,5 +136,5 @@ def test_a_silent_server_times_out(s3_server, through):
             far.get("k", limit=1)
         with pytest.raises(RetryError):
             far.create("k", b"1")
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100
     assert not near.exists("k")

@@ -225,7 +225,7 @@ def test_readers_at_every_lag_while_everybody_works(new_bucket, kind, drill_seed
             if over:
                 break
         if not failures:
-            subscriber.wait_for(last, timeout_s=30)
+            subscriber.wait_for(last, timeout_s=100)
             assert same_bits(subscriber.mirror.tensors, weights(last))
 
     def load_at_any(bucket, run):

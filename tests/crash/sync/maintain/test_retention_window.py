@@ -125,7 +125,7 @@ class Turns:
 
     def _stall(self):
         self.committing.set()
-        assert self.go.wait(30)
+        assert self.go.wait(120)
 
     def _wait(self, seconds):
         """The writer waits for an intent: it is retention's turn again."""
@@ -134,14 +134,14 @@ class Turns:
 
     def _release(self):
         self.go.set()
-        assert self.settled.wait(30)
+        assert self.settled.wait(120)
 
     def prune_around_the_commit(self, at, *, done=False):
         """True if retention reached its ``at``-th operation."""
         with ThreadPoolExecutor(1) as threads:
             writing = threads.submit(self.writer.commit)
             writing.add_done_callback(lambda _: self.settled.set())
-            assert self.committing.wait(30)
+            assert self.committing.wait(120)
             bucket = FaultyBucket(self.inner)
             bucket.pause(wait=self._release, at=at, done=done)
             try:
@@ -149,7 +149,7 @@ class Turns:
             finally:
                 self.go.set()
             assert found.blobs
-            writing.result(30)
+            writing.result(120)
         self.operations = bucket.operations
         return len(bucket.operations) >= at
 

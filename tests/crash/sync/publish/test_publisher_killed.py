@@ -68,7 +68,7 @@ class Driver:
     def close(self):
         self.process.stdin.close()
         self.process.stdout.close()
-        assert self.process.wait(30) == 0
+        assert self.process.wait(120) == 0
 
 
 @pytest.fixture(scope="module")

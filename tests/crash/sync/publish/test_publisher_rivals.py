@@ -66,7 +66,7 @@ def test_a_race_for_every_version(bucket):
         runs = [threads.submit(race, rival) for rival in (1, 2)]
         try:
             for running in runs:
-                running.result(timeout=60)
+                running.result(timeout=120)
         finally:
             barrier.abort()
     assert sorted(winners) == list(range(1, VERSIONS))

@@ -84,4 +84,4 @@ def test_a_pull_ends_in_one_error_or_the_right_bits(published, tmp_path, seed, d
     if failure is not None:
         assert "\n" not in failure
         assert not out.exists() or files_in(out) == before
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60

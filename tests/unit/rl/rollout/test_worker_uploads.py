@@ -32,7 +32,7 @@ def test_a_group_above_the_limit_is_refused_where_it_is_made(new_bucket, monkeyp
     thread = uploader(new_bucket("memory"))
     thread.submit(group("large"))
     thread.start()
-    thread.join(timeout=30)
+    thread.join(timeout=120)
     assert isinstance(thread.error, InputError)
     assert "the limit is 100" in str(thread.error)
     assert "rollout.group_size" in thread.error.hint
@@ -45,7 +45,7 @@ def test_a_group_that_cannot_be_stored_ends_the_uploader_with_an_error(new_bucke
     thread.submit(group("sound"))
     thread.submit(group("\ud800"))  # no format can store this text
     thread.start()
-    thread.join(timeout=30)
+    thread.join(timeout=120)
     assert isinstance(thread.error, BugError)
     assert "cannot store a group: UnicodeEncodeError" in str(thread.error)
     assert thread.stored == 1

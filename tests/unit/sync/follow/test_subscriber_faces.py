@@ -201,7 +201,7 @@ def test_a_lost_manifest_is_an_error_that_names_it_and_no_stall(world):
     publisher.flush()
     bucket.hide(keys.manifest(1))
     with pytest.raises(CorruptError, match="manifest is missing") as caught:
-        subscriber.wait_for(1, timeout_s=20)
+        subscriber.wait_for(1, timeout_s=120)
     assert caught.value.version == 1
     bucket.heal()
     assert subscriber.advance()
