@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from pathlib import Path
@@ -23,9 +24,6 @@ def free_port() -> int:
     ports = range(LOWEST, max(first, LOWEST + 1000))
     for port in random.SystemRandom().sample(ports, 100):
         with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+            if probe.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED:
+                return port
     raise OSError(f"no port between {ports[0]} and {ports[-1]} is free")

@@ -21,7 +21,7 @@ from deltawire.runtime.supervisor import ChildError, Supervisor
 from deltawire.store import Bucket, open_bucket
 from deltawire.wire import keys
 
-pytestmark = [pytest.mark.drills, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.drills, pytest.mark.timeout(900)]
 
 CONFIG = f"""
 name = "placed"
@@ -34,7 +34,7 @@ groups_per_step = 2
 every = 0
 """
 BUNDLES = {"trainer": {"CPU": 1.0}, "w0": {"CPU": 1.0}}
-WAIT_S = 120.0
+WAIT_S = 250.0
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,10 @@ from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.supervisor import Supervisor
 from deltawire.sync import newest_version
 
+pytestmark = [pytest.mark.drills, pytest.mark.timeout(900)]
 
-def until(condition, seconds=150.0):
+
+def until(condition, seconds=250.0):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline
@@ -43,7 +45,6 @@ def is_running(pid):
         return False
 
 
-@pytest.mark.drills
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 @pytest.mark.parametrize("struck", [1, "agent"])
 def test_the_supervisor_starts_all_ranks_again(tmp_path, monkeypatch, struck):
@@ -78,14 +79,13 @@ def test_the_supervisor_starts_all_ranks_again(tmp_path, monkeypatch, struck):
     assert by in died.detail
 
 
-@pytest.mark.drills
 def test_a_signal_lets_all_ranks_finish_and_save(tmp_path):
     bucket = begin(tmp_path, versions=200, ranks=2)
     process = start_trainer(bucket)
     try:
         until(lambda: (newest_version(bucket) or 0) >= 3)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=150)
+        output, _ = process.communicate(timeout=250)
     finally:
         process.kill()
         process.wait()
@@ -95,7 +95,6 @@ def test_a_signal_lets_all_ranks_finish_and_save(tmp_path):
     assert VERSIONS // 2 <= status.version < 200
 
 
-@pytest.mark.drills
 def test_an_error_of_a_rank_is_the_trainers(tmp_path):
     """Three ranks do not divide into two copies: each says so, and it is reported once."""
     bucket = begin(tmp_path, ranks=2, replicate=2)
