@@ -149,7 +149,7 @@ def processes_of(folder: Path, *words: str) -> list[int]:
 
 
 def test_a_killed_worker_returns_and_an_interrupt_ends_everything(ray: Any, tmp_path: Path) -> None:
-    """Every condition that is awaited holds from then on, and the run would go on for ever."""
+    """Every condition that is awaited holds from then on, and the run has no last version."""
     process, bucket = begin(tmp_path, ray, 100_000)
     tail, lives = EventTail(bucket), []
 

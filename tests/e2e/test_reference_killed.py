@@ -45,7 +45,7 @@ def scores(bucket: Bucket) -> dict[str, bytes | None]:
 
 
 def test_a_killed_reference_returns_and_no_score_changes(tmp_path: Path) -> None:
-    """The run would go on for ever, and every condition that is awaited holds from then on."""
+    """The run has no last version, and every condition that is awaited holds from then on."""
     (tmp_path / "run.toml").write_text(CONFIG)
     bucket = open_bucket(str(tmp_path / "out" / "bucket"), create=True)
     with (tmp_path / "printed").open("w") as printed:
