@@ -162,6 +162,34 @@ class Published(_Event, tag="published", frozen=True, kw_only=True):
     merge: MergeKept | None = None
 
 
+class Restored(_Event, tag="restored", frozen=True, kw_only=True):
+    """The trainer followed rollback ``decision``: ``version`` has the weights of ``restored``.
+
+    Versions ``first`` to ``last``, which consumed ``groups`` groups, are withdrawn. ``state`` is
+    ``exact`` if the optimizer's state was restored too, and ``weights`` if it starts again.
+    """
+
+    at: float
+    version: int
+    decision: int
+    restored: int
+    first: int
+    last: int
+    groups: int
+    state: Literal["exact", "weights"]
+    seconds: float
+
+    @property
+    def line(self) -> str:
+        """Returns one sentence for people."""
+        optimizer = "its optimizer" if self.state == "exact" else "a new optimizer"
+        return (
+            f"version {self.version} restores version {self.restored} with {optimizer}; versions "
+            f"{self.first} to {self.last} are withdrawn, and their {self.groups} groups stay "
+            "consumed"
+        )
+
+
 class Swapped(_Event, tag="swapped", frozen=True, kw_only=True):
     """A worker swapped a version into its serving weights, ``running`` sequences in flight."""
 
@@ -399,6 +427,7 @@ Event = (
     | Span
     | Step
     | Published
+    | Restored
     | Swapped
     | Generated
     | Evaluated

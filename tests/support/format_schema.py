@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from deltawire.wire.coordination import DeletionIntent, Part, Refusal, RetentionFloor
-from deltawire.wire.decisions import Decision
+from deltawire.wire.decisions import Decision, RestoreRecord
 from deltawire.wire.identities import IdentitySegment
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.lineage import Forgotten, Lineage
@@ -38,6 +38,7 @@ OBJECTS = {
     "live/decisions/": Decision,
     "live/forgotten/": Forgotten,
     "deltawire.step": CommitMetadata,
+    "deltawire.restore": RestoreRecord,
 }
 SEALED = (
     Run,

@@ -74,6 +74,9 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     """A candidate that is not evaluated within this time is held."""
     every_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """Time between two candidates, at least."""
+    restore: bool = True
+    """After a rollback, the trainer publishes the restored version's weights as a new version and
+    trains on from there; false: it trains on from its newest version."""
 
     def contradiction(self) -> tuple[str, str] | None:
         """Returns an error message and a hint if the values contradict each other, else None."""

@@ -40,6 +40,7 @@ from deltawire.events import (
     NoProgress,
     Parity,
     Published,
+    Restored,
     Role,
     SettingsChanged,
     Span,
@@ -74,6 +75,7 @@ _Timed = TypeVar(
     HeldoutLoss,
     Parity,
     Published,
+    Restored,
     SettingsChanged,
     Step,
     Swapped,
@@ -240,6 +242,8 @@ class RunState:
         """Keyed by the version that the step made."""
         self.allocated: dict[int, Allocated] = {}
         """The decisions of allocation before each step; empty with a fixed group size."""
+        self.restored: dict[int, Restored] = {}
+        """The versions that restore an earlier one after a rollback."""
         self.published: dict[int, Published] = {}
         self.evaluated: dict[int, Evaluated] = {}
         self.heldout_losses: dict[int, HeldoutLoss] = {}
@@ -286,6 +290,8 @@ class RunState:
             _keep_latest(self.forecasts, event.version, event)
         elif isinstance(event, Allocated):
             _keep_latest(self.allocated, event.version, event)
+        elif isinstance(event, Restored):
+            _keep_latest(self.restored, event.version, event)
 
     def _add(self, event: Event) -> None:
         process = self.processes.setdefault(event.process, ProcessState(event.process))
@@ -324,6 +330,7 @@ class RunState:
                 | Diverged()
                 | Forecasted()
                 | NoProgress()
+                | Restored()
                 | SettingsChanged()
             ):
                 process.imply("trainer")

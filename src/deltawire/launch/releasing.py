@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ from deltawire.errors import InputError, RetryError
 from deltawire.events import Evaluated
 from deltawire.launch.role_keys import read_signer
 from deltawire.live.learning.records import LiveRecords
-from deltawire.live.release.decision_log import DecisionLog
 from deltawire.live.release.evidence import evidence_of, planned_answers
 from deltawire.live.release.next_decision import (
     Scores,
@@ -25,11 +24,13 @@ from deltawire.live.release.next_decision import (
     next_candidate,
 )
 from deltawire.live.release.outcomes import OutcomeReader, SettledAnswer
+from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_tail import events_of
+from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.trusted import ReaderTrust, open_trusted
 from deltawire.store import Bucket, RetryingBucket
-from deltawire.sync import newest_version, read_manifest, require_run
-from deltawire.wire.decisions import UNDECIDED, Decision, ServedVersion
+from deltawire.sync import newest_version, read_history, read_manifest, require_run
+from deltawire.wire.decisions import RESTORES, UNDECIDED, Decision, RestoreRecord, ServedVersion
 from deltawire.wire.roles import GATEWAY_ROLE
 from deltawire.wire.run import Run
 
@@ -70,6 +71,9 @@ class Releaser:
         self._records = LiveRecords(bucket)
         self._reader = OutcomeReader(config.live)
         self._digests: dict[int, str] = {}
+        self._restores = self.release.restore and config.midtrain is None
+        self._searched = (-1, 0)
+        """A rollback, and the version up to which none restores it."""
 
     def step(self, now: float) -> Decision | None:
         """Makes and stores the next decision, if there is one; returns it, or None if another
@@ -89,10 +93,14 @@ class Releaser:
         if newest is None:
             return None
         scores = self._scores()
-        chosen = next_candidate(self.log, self.release, newest=newest, scores=scores, now=now)
+        restored = self._restored()
+        chosen = None
+        if restored is None and not self._awaits_restore():
+            chosen = next_candidate(self.log, self.release, newest=newest, scores=scores, now=now)
         return Situation(
             newest=self.served(newest),
             candidate=None if chosen is None else self.served(chosen),
+            restored=restored,
             scores=scores,
             outcomes=self.outcomes(now),
             now=now,
@@ -117,14 +125,44 @@ class Releaser:
             self._digests[version] = manifest.digest
         return ServedVersion(version, self._digests[version])
 
+    def _restored(self) -> ServedVersion | None:
+        """Returns the version in which the trainer followed the newest decision, a rollback."""
+        decision = self.log.newest
+        if decision is None or decision.verdict != "rollback" or decision.candidate is None:
+            return None
+        number, after = self._searched
+        if number != decision.number:
+            after = max(decision.candidate.version, decision.serving.version)
+        for manifest in read_history(self._bucket, self._run, after=after):
+            version = manifest.version
+            found = RestoreRecord.of(manifest.metadata, run=self._bucket.url, version=version)
+            if found is not None and found.decision == decision.number:
+                return self.served(version)
+            after = version
+        self._searched = decision.number, after
+        return None
+
+    def _awaits_restore(self) -> bool:
+        """Returns whether the run's trainer will follow the newest decision: until then, all newer
+        versions come from rejected weights."""
+        decision = self.log.newest
+        if decision is None or decision.verdict != "rollback" or not self._restores:
+            return False
+        trainer = known_trainer(self._bucket)
+        return trainer is not None and trainer.phase != "finished"
+
     def _scores(self) -> Scores:
         if not self.release.gate:
             return {}
         found = [e for e in events_of(self._bucket, "evaluator") if isinstance(e, Evaluated)]
-        return {
+        scores: dict[int, Mapping[str, float]] = {
             e.version: {"accuracy": e.accuracy, **{n: s.accuracy for n, s in e.sets.items()}}
             for e in found
         }
+        for version, earlier in self.log.restores().items():
+            if earlier in scores:  # The weights are the same.
+                scores.setdefault(version, scores[earlier])
+        return scores
 
 
 def open_releaser(location: str, options: ReleaseOptions, *, writes: bool) -> Releaser:
@@ -194,10 +232,13 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
     state: dict[str, Any] = {
         "state": newest.verdict if newest else "none",
         "serving": _version(newest.serving if newest else None),
+        "restores": None,
         "candidate": None,
         "decisions": [_row(one) for one in releaser.log.decisions],
         "void": {str(number): fault for number, fault in releaser.log.void.items()},
     }
+    if newest is not None and RESTORES in newest.evidence:
+        state["restores"] = int(newest.evidence[RESTORES])
     if newest is None or newest.verdict not in UNDECIDED:
         return state
     state |= {
@@ -240,7 +281,9 @@ def plan_of(releaser: Releaser, *, effect: float, rate: float) -> dict[str, Any]
 
 
 def exit_code(state: dict[str, Any]) -> int:
-    """Returns the exit code for a state."""
+    """Returns the exit code for a state. A promotion of restored weights ends a rollback."""
+    if state["restores"] is not None:
+        return ROLLED_BACK_CODE
     codes = {"hold": HELD_CODE, "rollback": ROLLED_BACK_CODE}
     verdict = state["state"]
     return UNDECIDED_CODE if verdict in UNDECIDED - {"hold"} else codes.get(verdict, 0)

@@ -214,6 +214,13 @@ def release_checkpoint(bucket: Bucket, version: int, *, keep: int = KEPT) -> Non
     _remove_old(bucket, keep)
 
 
+def kept_checkpoints(bucket: Bucket) -> set[int]:
+    """Lists the versions whose states `keep_checkpoint` keeps."""
+    marks = (key.rpartition("/") for key in bucket.list(keys.CHECKPOINTS))
+    found = {keys.trailing_number(folder) for folder, _, name in marks if name == "kept"}
+    return {version for version in found if version is not None}
+
+
 def _remove_old(bucket: Bucket, keep: int) -> None:
     """Removes everything older than what is kept, commits first.
 

@@ -3,16 +3,22 @@
 ``live/decisions/<n>.json``, numbered from 0, is created if absent: of two gateways that decide at
 once one succeeds, and the other reads what was decided. The newest decision counts. In a signed run
 the role ``gateway`` signs it. A decision that `fault_after` refuses is void: readers skip it.
+
+A trainer follows a rollback with a new version, whose metadata has a `RestoreRecord`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 from blake3 import blake3
 from msgspec import Meta
 
+from deltawire.errors import CorruptError
+from deltawire.wire import keys
+from deltawire.wire.ledger import DroppedRange
 from deltawire.wire.objects import FORMAT
 from deltawire.wire.payload import Index
 from deltawire.wire.receipts import SERVING, Pseudonym
@@ -58,6 +64,57 @@ class Decision(
     by: Annotated[str, Meta(max_length=64)]
     reason: Annotated[str, Meta(max_length=1024)] = ""
     evidence: Annotated[dict[str, float], Meta(max_length=256)] = {}
+
+
+RESTORES = "restores_version"
+"""The figure of a promotion that names the version whose weights the promoted one restores."""
+RESTORE_RECORD = "deltawire.restore"
+"""The member of a manifest's metadata that holds a `RestoreRecord`."""
+
+RestoredState = Literal["exact", "weights"]
+
+
+class RestoreRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Marks a version that has the weights of ``restored``, as rollback ``decision`` asked.
+
+    The versions from ``first`` to ``last`` are withdrawn, and ``groups`` are those that they
+    consumed: they stay consumed. ``state`` is what training continues from. ``exact``: the masters
+    and the optimizer of ``restored``, from the checkpoint of version ``checkpoint`` and ``steps``
+    steps that were computed again. ``weights``: masters equal to the published weights, and a new
+    optimizer.
+    """
+
+    decision: Index
+    restored: ServedVersion
+    first: Index
+    last: Index
+    state: RestoredState
+    checkpoint: Index = 0
+    steps: Index = 0
+    groups: Annotated[list[DroppedRange], Meta(max_length=1 << 20)] = []
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], *, run: str, version: int) -> RestoreRecord | None:
+        """Checks the record of a manifest's metadata; None if there is none. Raises
+        `CorruptError`."""
+        if RESTORE_RECORD not in values:
+            return None
+        key, fault = keys.manifest(version), ""
+        try:
+            found = msgspec.convert(values[RESTORE_RECORD], cls)
+        except msgspec.ValidationError as error:
+            raise CorruptError(f"metadata: {error}", run=run, version=version, key=key) from error
+        if not found.restored.version < found.first <= found.last < version:
+            fault = "a version restores one that is not before those that it withdraws"
+        elif odd := [name for name, _, _ in found.groups if not keys.valid_name(name)]:
+            fault = f"{odd[0][:40]!r} is not the name of a worker"
+        if fault:
+            raise CorruptError(f"metadata: {fault}", run=run, version=version, key=key)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the member of the manifest's metadata."""
+        return {RESTORE_RECORD: msgspec.to_builtins(self)}
 
 
 class Assignment(NamedTuple):

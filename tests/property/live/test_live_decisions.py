@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
-from deltawire.live.release.decision_log import DecisionLog
 from deltawire.live.release.next_decision import (
     Situation,
     decide_by_hand,
@@ -13,6 +12,7 @@ from deltawire.live.release.next_decision import (
     next_candidate,
 )
 from deltawire.live.release.outcomes import METRIC, SettledAnswer
+from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import open_bucket
 from deltawire.wire.decisions import CANDIDATE, ServedVersion
 from deltawire.wire.receipts import SERVING

@@ -6,6 +6,7 @@ import pytest
 from live_gateway import published
 
 from deltawire.cli.main import main
+from deltawire.launch.releasing import exit_code
 from deltawire.store import open_bucket
 
 
@@ -40,6 +41,13 @@ def test_a_release_from_start_to_rollback(bucket, capsys):
     assert state["decisions"][1]["reason"] == "tried by hand"
     assert main(["live", "status", bucket]) == 12
     assert "2: rollback, version 0 serves, candidate 2; by bob" in capsys.readouterr().out
+
+
+def test_a_rolled_back_candidate_is_reported_until_the_next_one(bucket):
+    state = {"state": "promote", "restores": None}
+    assert exit_code(state) == 0
+    assert exit_code(state | {"restores": 3}) == 12
+    assert exit_code(state | {"state": "gate"}) == 10
 
 
 def test_the_plan_names_answers_before_anyone_is_served(bucket, capsys):

@@ -16,7 +16,7 @@ import logging
 from collections import OrderedDict
 
 from deltawire.errors import DeltawireError, RetryError
-from deltawire.live.release.decision_log import DecisionLog
+from deltawire.runtime.decision_log import DecisionLog
 from deltawire.serving.replica_set import ReplicaSet, TargetVersion
 from deltawire.wire.decisions import Assignment, Decision, ServedVersion, assign
 from deltawire.wire.receipts import SERVING

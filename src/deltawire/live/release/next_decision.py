@@ -3,9 +3,10 @@
 ::
 
     serve, promote, rollback ──▶ gate ──▶ canary, share by share ──▶ promote
-                                  │           │ ▲
-                                  ▼           ▼ │ more outcomes
-                               rollback ◀── hold (for data, or for a person)
+                       ▲          │           │ ▲                      ▲
+                       │          ▼           ▼ │ more outcomes        │
+                       └───────rollback ◀── hold (for data, or for a person)
+                                  └── the trainer restored the version ┘
 
 `decide_next` is a pure function, so any number of processes may decide: their decisions differ only
 by when they looked, and one of each number wins. A user of this room reads `DecisionLog`, gathers a
@@ -19,10 +20,10 @@ from dataclasses import dataclass, field
 
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
-from deltawire.live.release.decision_log import DecisionLog
 from deltawire.live.release.evidence import Evidence, evidence_of
 from deltawire.live.release.outcomes import SettledAnswer
-from deltawire.wire.decisions import UNDECIDED, Decision, ServedVersion, Verdict
+from deltawire.runtime.decision_log import DecisionLog
+from deltawire.wire.decisions import RESTORES, UNDECIDED, Decision, ServedVersion, Verdict
 
 Scores = Mapping[int, Mapping[str, float]]
 """Held-out accuracies of each version by the name of the set."""
@@ -32,10 +33,12 @@ Scores = Mapping[int, Mapping[str, float]]
 class Situation:
     """The facts that a decision follows from: the ``newest`` version and the one of
     `next_candidate`, with the digests of their manifests, held-out ``scores``, the ``outcomes``
-    of the canary that is under way, and the time in seconds since 1970."""
+    of the canary that is under way, the version in which the trainer ``restored`` the one that
+    serves since a rollback, and the time in seconds since 1970."""
 
     newest: ServedVersion
     candidate: ServedVersion | None = None
+    restored: ServedVersion | None = None
     scores: Scores = field(default_factory=dict)
     outcomes: Sequence[SettledAnswer] = ()
     now: float
@@ -72,6 +75,8 @@ def decide_next(
             "serve", situation.newest, reason="the newest version serves from the start"
         )
     if before.verdict not in UNDECIDED:
+        if before.verdict == "rollback" and situation.restored is not None:
+            return _go_forward(before, situation.restored, make)
         if situation.candidate is None:
             return None
         return make.decision(
@@ -143,6 +148,19 @@ class _Maker:
             salt=before.salt or f"{self.log.next_number}-{before.candidate.digest}",
             evidence=dict(evidence),
         )
+
+
+def _go_forward(before: Decision, restored: ServedVersion, make: _Maker) -> Decision | None:
+    """Serve the version that a rollback restored by its new number: the weights are the same, and
+    replicas that only go forward can load it."""
+    if restored.digest != before.serving.digest:
+        return None
+    return make.decision(
+        "promote",
+        restored,
+        reason=f"it has the weights of version {before.serving.version}, which serves",
+        evidence={RESTORES: float(before.serving.version)},
+    )
 
 
 def _pass_gate(

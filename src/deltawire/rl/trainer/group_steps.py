@@ -11,11 +11,22 @@ from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
 from deltawire.rl.reference.reader import ReferenceReader
 from deltawire.rl.trainer.orders import Train
 from deltawire.rl.trainer.rank import Losses
-from deltawire.rl.trainer.resume import Resumed, recompute_step, reference_for, resume, seed_step
+from deltawire.rl.trainer.resume import (
+    Restoration,
+    Resumed,
+    recompute_step,
+    reference_for,
+    restore_version,
+    resume,
+    seed_step,
+    skip_withdrawn,
+)
 from deltawire.store import Bucket
 from deltawire.train.masters import MasterWeights
 from deltawire.train.reference import Reference
 from deltawire.train.step import StepResult, train_step
+from deltawire.wire.decisions import ServedVersion
+from deltawire.wire.ledger import Ledger
 from deltawire.wire.run import Run
 
 
@@ -31,7 +42,13 @@ class GroupSteps:
         """See `StepKind.restore`."""
         state = resume(self._bucket, self._run, self._config, model, newest=newest)
         self.reference = state.reference
+        skip_withdrawn(self._bucket, self._run, state, newest=newest)
         return state
+
+    def return_to(self, masters: MasterWeights, target: ServedVersion, *, now: int) -> Restoration:
+        """See `StepKind.return_to`."""
+        before = Resumed(masters, Ledger(), now, self._config.train, self.reference)
+        return restore_version(self._bucket, self._run, self._config, before, target)
 
     def recompute(self, state: Resumed) -> bool:
         """See `StepKind.recompute`."""

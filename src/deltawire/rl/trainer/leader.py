@@ -23,6 +23,7 @@ from deltawire.rl.trainer.orders import (
     Measure,
     Order,
     PublishShards,
+    ReturnTo,
     Save,
     Start,
     Train,
@@ -30,13 +31,15 @@ from deltawire.rl.trainer.orders import (
     send,
 )
 from deltawire.rl.trainer.rank import Losses, Rank, StepKind
+from deltawire.rl.trainer.resume import Restoration
 from deltawire.rl.trainer.settings import announce_settings
 from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.fleet import known_trainer, next_epoch
 from deltawire.runtime.process import Process
 from deltawire.sync import CommitStats, Publisher, ShardPublisher, newest_readable
 from deltawire.train.masters import MasterWeights
-from deltawire.wire.ledger import Ledger
+from deltawire.wire.decisions import RestoreRecord, ServedVersion
+from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 from deltawire.wire.status import TrainerStatus
@@ -188,16 +191,25 @@ class Leader(Generic[R]):
         self._arrived()
         return result
 
-    def _publish(self, order: Train) -> None:
-        """Publish what the step computed, on all ranks."""
-        version = order.metadata.step
-        self.credits.expect(version, order.metadata)
+    def _publish(self, metadata: CommitMetadata, restore: RestoreRecord | None = None) -> None:
+        """Publish what the step computed, or a ``restore`` set, on all ranks."""
+        version = metadata.step
+        records = metadata.to_dict() | (restore.to_dict() if restore else {})
+        self.credits.expect(version, metadata)
         with self.process.heartbeat.long_task("publish"):
             self._order(PublishShards(version=version))
-            self.rank.publish(version, order.metadata.to_dict())
+            self.rank.publish(version, records)
         self._arrived()
         self.version = self.rank.version
         self.process.heartbeat.count_finished()
+
+    def _return_to(self, target: ServedVersion) -> Restoration:
+        """Restore an earlier version's masters on all ranks."""
+        with self.process.heartbeat.long_task("train"):
+            self._order(ReturnTo(target=target))
+            found = self.rank.return_to(target)
+        self._arrived()
+        return found
 
     def _measure(self) -> Losses:
         """Measure the loss on held-out data, on all ranks."""

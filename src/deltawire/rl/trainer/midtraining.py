@@ -15,13 +15,14 @@ import torch
 
 from deltawire.chat.text import Text
 from deltawire.config import RunConfig
-from deltawire.errors import CorruptError
+from deltawire.errors import BugError, CorruptError
 from deltawire.events import HeldoutLoss, Step, known
 from deltawire.export.models import fetch_model_files, load_tokenizer
 from deltawire.rl.trainer.leader import Leader
 from deltawire.rl.trainer.orders import Train
 from deltawire.rl.trainer.rank import Losses
 from deltawire.rl.trainer.resume import (
+    Restoration,
     Resumed,
     metadata_at,
     next_committed,
@@ -41,6 +42,7 @@ from deltawire.train.midtrain import (
     midtrain_step,
     seed_document_step,
 )
+from deltawire.wire.decisions import ServedVersion
 from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
@@ -91,6 +93,11 @@ class DocumentSteps:
     ) -> MidtrainResult:
         """See `StepKind.train`; ``given`` is the batch of `next_batch`."""
         return self._train(masters, self._config, order.metadata, given)
+
+    def return_to(self, masters: MasterWeights, target: ServedVersion, *, now: int) -> Restoration:
+        """See `StepKind.return_to`; mid-training follows no decisions."""
+        del masters, now
+        raise BugError(f"mid-training was told to return to version {target.version}")
 
     def measure(self, masters: MasterWeights) -> Losses:
         """See `StepKind.measure`."""
@@ -162,7 +169,7 @@ class Midtrainer(Leader[MidtrainResult]):
         order = Train(base=self.version, metadata=metadata)
         result = self._train(order, batch)
         trained = events.span("train", started)
-        self._publish(order)
+        self._publish(order.metadata)
         done = events.span("publish", trained)
         self._record(batch, result, at=done, seconds=trained - started)
         self._repeat_losses()

@@ -16,6 +16,7 @@ import msgspec
 
 from deltawire.config import RunConfig
 from deltawire.train.parallel.ranks import broadcast
+from deltawire.wire.decisions import ServedVersion
 from deltawire.wire.ledger import CommitMetadata
 
 
@@ -44,6 +45,12 @@ class PublishShards(msgspec.Struct, frozen=True, kw_only=True, tag="publish"):
     version: int
 
 
+class ReturnTo(msgspec.Struct, frozen=True, kw_only=True, tag="return_to"):
+    """Restore the masters of an earlier version, which was rolled back to."""
+
+    target: ServedVersion
+
+
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
     """Store a checkpoint of the version that was published last."""
 
@@ -62,7 +69,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     save: bool
 
 
-Order = Start | Train | PublishShards | Save | Measure | Wait | End
+Order = Start | Train | PublishShards | ReturnTo | Save | Measure | Wait | End
 
 _decoder = msgspec.msgpack.Decoder(Order)
 

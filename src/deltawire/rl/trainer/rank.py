@@ -23,13 +23,14 @@ from deltawire.rl.trainer.orders import (
     End,
     Measure,
     PublishShards,
+    ReturnTo,
     Save,
     Start,
     Train,
     Wait,
     receive,
 )
-from deltawire.rl.trainer.resume import Resumed
+from deltawire.rl.trainer.resume import Restoration, Resumed
 from deltawire.store import Bucket
 from deltawire.sync import COMPACTION_STRIDES, CommitStats
 from deltawire.train.checkpoint import CheckpointWriter
@@ -37,6 +38,7 @@ from deltawire.train.masters import MasterWeights
 from deltawire.train.parallel import TrainerMesh
 from deltawire.train.parallel.ranks import lost_ranks
 from deltawire.train.publishing import open_rank_publisher
+from deltawire.wire.decisions import ServedVersion
 from deltawire.wire.ledger import Ledger
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
@@ -60,6 +62,11 @@ class StepKind(Protocol[R_co]):
 
     def train(self, masters: MasterWeights, order: Train, given: Any = None) -> R_co:
         """Compute a step. ``given`` is what rank 0 has read already."""
+        ...
+
+    def return_to(self, masters: MasterWeights, target: ServedVersion, *, now: int) -> Restoration:
+        """Restore the masters, and if possible the optimizer, of a version before ``now``; all
+        ranks call this together."""
         ...
 
     def measure(self, masters: MasterWeights) -> Losses:
@@ -145,6 +152,13 @@ class Rank(Generic[R_co]):
         self.agree_to_stop()
         return result
 
+    def return_to(self, target: ServedVersion) -> Restoration:
+        """Restore this rank's shards of an earlier version; publishes nothing."""
+        found = self.steps.return_to(self.masters, target, now=self.version)
+        self.masters = found.masters
+        self.agree_to_stop()
+        return found
+
     def measure(self) -> Losses:
         """Measure the loss on held-out data, which changes nothing."""
         found = self.steps.measure(self.masters)
@@ -224,6 +238,8 @@ class Rank(Generic[R_co]):
                     self.train(order)
                 case PublishShards() as order:
                     self.publish(order.version)
+                case ReturnTo() as order:
+                    self.return_to(order.target)
                 case Save():
                     self.save(Ledger())
                 case Measure():

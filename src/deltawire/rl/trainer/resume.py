@@ -35,8 +35,13 @@ from deltawire.train.parallel import TrainerMesh, device_of, open_mesh, shard_mo
 from deltawire.train.reference import AdapterOff, FrozenCopy, Reference, SleepingCopy
 from deltawire.train.step import StepResult, train_step
 from deltawire.wire import keys
+from deltawire.wire.decisions import RestoredState, RestoreRecord, ServedVersion
 from deltawire.wire.ledger import CommitMetadata, Ledger
+from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
+
+MAX_REPEATED = 256
+"""Steps that a rollback computes again, at most, to get the optimizer's state of a version."""
 
 
 def seed_step(config: RunConfig, version: int, *, rank: int = 0) -> None:
@@ -216,7 +221,8 @@ class RecomputedStep:
     base: int
     """The version that it was trained from."""
     groups: list[BufferedGroup]
-    result: StepResult
+    result: StepResult | None
+    """None for a version that restores another."""
     digest: Digest
     published: Digest
 
@@ -237,6 +243,12 @@ def next_committed(bucket: Bucket, run: Run, version: int) -> int | None:
 
 def metadata_at(bucket: Bucket, run: Run, version: int) -> tuple[CommitMetadata, Digest]:
     """Reads the inputs of a committed version's step, and its digest; raises `CorruptError`."""
+    manifest = _manifest_at(bucket, run, version)
+    metadata = CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)
+    return metadata, Digest.from_hex(manifest.digest)
+
+
+def _manifest_at(bucket: Bucket, run: Run, version: int) -> Manifest:
     manifest = read_manifest(bucket, run, version)
     if manifest is None or manifest.pruned:
         raise CorruptError(
@@ -244,8 +256,7 @@ def metadata_at(bucket: Bucket, run: Run, version: int) -> tuple[CommitMetadata,
             run=bucket.url,
             version=version,
         )
-    metadata = CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)
-    return metadata, Digest.from_hex(manifest.digest)
+    return manifest
 
 
 def settings_of_step(bucket: Bucket, run: Run, metadata: CommitMetadata, version: int) -> RunConfig:
@@ -267,7 +278,15 @@ def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
     base, version = state.version, next_committed(bucket, run, state.version)
     if version is None:
         raise CorruptError("no version builds on this one", run=bucket.url, version=base)
-    metadata, published = metadata_at(bucket, run, version)
+    manifest = _manifest_at(bucket, run, version)
+    metadata = CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)
+    published = Digest.from_hex(manifest.digest)
+    restored = RestoreRecord.of(manifest.metadata, run=bucket.url, version=version)
+    if restored is not None:
+        config = settings_of_step(bucket, run, metadata, version)
+        _restore_again(bucket, run, config, state, restored)
+        state.version = version
+        return RecomputedStep(version, base, [], None, state.masters.digest(), published)
     if not metadata.consumed:
         raise InputError(
             "this version was not made from groups, so its step cannot be computed again",
@@ -301,3 +320,135 @@ def groups_of(bucket: Bucket, run: Run, version: int) -> list[BufferedGroup]:
     """Read the groups that a step consumed; raises `CorruptError` if they are missing."""
     metadata, _ = metadata_at(bucket, run, version)
     return read_consumed(bucket, metadata)
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """The masters of an earlier version. ``state``, ``checkpoint`` and ``steps`` are those of
+    `RestoreRecord`."""
+
+    masters: MasterWeights
+    state: RestoredState
+    checkpoint: int = 0
+    steps: int = 0
+
+
+def restore_version(
+    bucket: Bucket,
+    run: Run,
+    config: RunConfig,
+    before: Resumed,
+    target: ServedVersion,
+    *,
+    exact: bool = True,
+    most: int | None = MAX_REPEATED,
+) -> Restoration:
+    """Set the masters of ``before`` to those of an earlier version, which must have the digest of
+    ``target``. All ranks call this together.
+
+    With ``exact``, the optimizer's state is restored too: from the newest checkpoint at or before
+    that version, or version 0, and by computing at most ``most`` steps again (None: any number).
+    If that does not give the published bits, or without ``exact``, the masters are set to the
+    published weights, and the optimizer to its start.
+
+    Raises `CorruptError` if the version cannot be read, and `InputError` if its masters cannot be
+    made from what was published.
+    """
+    if exact:
+        found = _restore_exactly(bucket, run, config, before, target, most)
+        if found is not None:
+            return found
+    masters = before.masters
+    if getattr(masters.source, "base_version", target.version) != target.version:
+        raise InputError(
+            f"the state of version {target.version} cannot be restored: there is no checkpoint to "
+            f"compute it from, and the exporter {config.train.exporter} publishes weights that no "
+            "masters can be made from",
+            hint="set live.release.restore = false to train on from the newest version",
+            run=bucket.url,
+            version=target.version,
+        )
+    masters.reset(_load_version(bucket, run, masters.source, at=target.version))
+    if masters.digest().hex() != target.digest:
+        raise CorruptError(
+            f"the weights of version {target.version} do not have the digest that the decision "
+            "names after they were restored",
+            hint="deltawire fsck checks what is stored",
+            run=bucket.url,
+            version=target.version,
+        )
+    return Restoration(masters, "weights")
+
+
+def _restore_exactly(
+    bucket: Bucket,
+    run: Run,
+    config: RunConfig,
+    before: Resumed,
+    target: ServedVersion,
+    most: int | None,
+) -> Restoration | None:
+    """Restore masters and optimizer; None if they cannot be computed, or give other bits."""
+    masters = before.masters
+    state = masters.state()
+    commit = load_checkpoint(bucket, state, newest=target.version, mesh=masters.mesh, run=run.id)
+    start = 0 if commit is None else commit.version
+    if most is not None and target.version - start > most:
+        return None
+    try:
+        if commit is None:
+            del state  # It holds the optimizer's states, which are made again.
+            masters.reset(_load_version(bucket, run, masters.source, at=0))
+        else:
+            if masters.has_frozen:
+                at = getattr(masters.source, "base_version", start)
+                masters.load_frozen(_load_version(bucket, run, masters.source, at=at))
+            masters.restore(state)
+        now = Resumed(masters, Ledger(), start, before.train, before.reference)
+        steps = 0
+        while now.version < target.version:
+            recompute_step(bucket, run, now)
+            steps += 1
+    except (CorruptError, InputError):  # A group was deleted, or a client made a version.
+        return None
+    now.follow_settings(config.train)
+    if now.masters.digest().hex() != target.digest:
+        return None
+    return Restoration(now.masters, "exact", start, steps)
+
+
+def _restore_again(
+    bucket: Bucket, run: Run, config: RunConfig, state: Resumed, record: RestoreRecord
+) -> None:
+    """Restore what a committed version restored, whatever that costs."""
+    state.follow_settings(config.train)
+    exact = record.state == "exact"
+    state.masters = restore_version(
+        bucket, run, config, state, record.restored, exact=exact, most=None
+    ).masters
+
+
+def skip_withdrawn(bucket: Bucket, run: Run, state: Resumed, *, newest: int) -> None:
+    """Advance ``state`` to the last version up to ``newest`` that restores an earlier one, without
+    computing the steps before it; what they consumed stays consumed.
+
+    Raises `CorruptError` if that version cannot be restored.
+    """
+    settled: list[CommitMetadata] = []
+    last: tuple[int, CommitMetadata, RestoreRecord, int] | None = None
+    for manifest in read_history(bucket, run, after=state.version):
+        if manifest.version > newest:
+            break
+        metadata = CommitMetadata.of(manifest.metadata, run=bucket.url, version=manifest.version)
+        settled.append(metadata)
+        record = RestoreRecord.of(manifest.metadata, run=bucket.url, version=manifest.version)
+        if record is not None:
+            last = manifest.version, metadata, record, len(settled)
+    if last is None:
+        return
+    version, metadata, record, count = last
+    config = settings_of_step(bucket, run, metadata, version)
+    _restore_again(bucket, run, config, state, record)
+    for one in settled[:count]:
+        settle(state.ledger, one)
+    state.version, state.ranks = version, metadata.ranks or state.ranks

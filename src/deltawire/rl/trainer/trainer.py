@@ -24,6 +24,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import torch
 
 from deltawire.config import RunConfig
@@ -32,7 +33,7 @@ from deltawire.errors import (
     RetryError,
     StoppedError,
 )
-from deltawire.events import Step, known
+from deltawire.events import Restored, Step, known
 from deltawire.parity import finite, parity_event
 from deltawire.reward_monitor.watch import ProbeWatch
 from deltawire.rl.control.challenges import Challenges
@@ -54,6 +55,7 @@ from deltawire.rl.trainer.orders import Train
 from deltawire.rl.trainer.parity_recheck import ParityRecheck
 from deltawire.rl.trainer.progress_alarm import ProgressAlarm
 from deltawire.rl.trainer.resume import groups_of, metadata_at
+from deltawire.rl.trainer.rollbacks import RollbackWatch
 from deltawire.runtime.event_archive import EventArchiver
 from deltawire.runtime.fleet import POLL_S, Fleet
 from deltawire.runtime.process import Process
@@ -65,6 +67,7 @@ from deltawire.sync import (
 from deltawire.train.checkpoint import checkpoint_versions
 from deltawire.train.statistics import GroupStatistics
 from deltawire.train.step import StepResult
+from deltawire.wire.decisions import Decision
 from deltawire.wire.ledger import CommitMetadata, ranges_of
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
@@ -107,6 +110,7 @@ class Trainer(Leader[StepResult]):
         self._read_groups(before, Bounds.of(config, vocabulary))
         serve = getattr(self.masters.source, "write_served", lambda _: None)
         self.recheck = ParityRecheck(self.masters.model, config, report=self._report, serve=serve)
+        self.rollbacks = RollbackWatch(self.bucket, run, checkpoints=config.retain.checkpoints)
         self.reaper = Reaper(self.bucket)
         floors, keep = RetainedFile(self.bucket), config.retain
         self.archiver = EventArchiver(self.bucket, keep_days=keep.events_days, floors=floors)
@@ -196,6 +200,10 @@ class Trainer(Leader[StepResult]):
         events = self.process.events
         self.process.heartbeat.progress("wait")
         self.keep_waiting()
+        rollback = self.rollbacks.poll(version=self.version)
+        if rollback is not None and self.config.live.release.restore:
+            self._mark = self._follow(rollback, events.now())
+            return True
         batch = None
         if (alive := self._poll()) is not None:
             self._stop_if_all_fail()
@@ -311,7 +319,7 @@ class Trainer(Leader[StepResult]):
         trained = events.span("train", started)
         self._record_parity(batch, result, version)
         self.alarm.step(version, result)
-        self._publish(order)
+        self._publish(order.metadata)
         settle(self.ledger, metadata)
         self._learn_of_prompts(batch)
         done = events.span("publish", trained)
@@ -351,6 +359,43 @@ class Trainer(Leader[StepResult]):
             done = events.span("checkpoint", done)
         self.stop_rule.stepped(self.version)
         return done
+
+    def _follow(self, rollback: Decision, started: float) -> float:
+        """Publish the version that a rollback restores as the next one, and train on from there."""
+        self.publisher.flush()
+        record = self.rollbacks.record(rollback, version=self.version)
+        found = self._return_to(rollback.serving)
+        record = msgspec.structs.replace(
+            record, state=found.state, checkpoint=found.checkpoint, steps=found.steps
+        )
+        metadata = CommitMetadata(
+            step=self.publisher.next_version,
+            threads=torch.get_num_threads(),
+            settings=self.settings,
+            position=self.credits.draws.next_position,
+            ranks=self.rank.mesh.ranks,
+        )
+        self._publish(metadata, record)
+        self.publisher.flush()  # Until it is committed, the rollback is not followed.
+        self.rollbacks.followed(rollback)
+        events = self.process.events
+        done = events.span("publish", started)
+        restored = Restored(
+            process=self.process.name,
+            at=done,
+            version=self.version,
+            decision=record.decision,
+            restored=record.restored.version,
+            first=record.first,
+            last=record.last,
+            groups=sum(count for _, _, count in record.groups),
+            state=record.state,
+            seconds=done - started,
+        )
+        events.record(restored)
+        self._report(restored.line)
+        self._checkpoint()
+        return events.span("checkpoint", done)
 
     def _learn_of_prompts(self, batch: Batch) -> None:
         """Tell the allocator what the step committed, and record it."""
@@ -399,7 +444,8 @@ class Trainer(Leader[StepResult]):
         """Delete groups and versions that no complete checkpoint needs."""
         if kept := checkpoint_versions(self.bucket):
             self.retention.trim(newest=self.version, oldest_checkpoint=min(kept))
-            self.version_retention.start(newest=self.version)
+            served = self.rollbacks.oldest_served
+            self.version_retention.start(newest=self.version, served=served)
 
     def finish(self) -> None:
         """Commit and save what is under way, and write the last status."""

@@ -203,7 +203,9 @@ def _dump_before(bucket: Bucket, run: Run, state: Resumed, dump: Dump) -> None:
 def _dump_step(dump: Dump, step: RecomputedStep, state: Resumed) -> None:
     """Write the step's measurements, and figures of each of its groups."""
     result: dict[str, Any] = {
-        name: value for name, value in asdict(step.result).items() if isinstance(value, int | float)
+        name: value
+        for name, value in (asdict(step.result) if step.result else {}).items()
+        if isinstance(value, int | float)
     }
     groups = [
         {

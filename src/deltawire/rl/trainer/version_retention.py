@@ -14,7 +14,8 @@ from deltawire.wire.seal import Signer
 
 
 class VersionRetention:
-    """Keeps the newest ``keep`` versions and those from the oldest checkpoint on; 0 keeps all.
+    """Keeps the newest ``keep`` versions, those from the oldest checkpoint on, and those from the
+    one that serves users on; 0 keeps all.
 
     One call of `deltawire.sync.prune` runs at a time. Nothing depends on it: an error goes to
     ``report``, and the next checkpoint starts another call, which continues where it ended.
@@ -45,13 +46,14 @@ class VersionRetention:
         self._thread = ThreadPoolExecutor(1, "version-retention")
         self._pending: Future[Pruned] | None = None
 
-    def start(self, *, newest: int) -> bool:
+    def start(self, *, newest: int, served: int | None = None) -> bool:
         """Start to prune, unless nothing is due or the last call still runs; returns whether it
-        started."""
+        started. ``served`` is the oldest version that a decision may still bring to users."""
         if self._pending is not None and not self._pending.done():
             return False
         self._finish()
         cutoff = newest - self._keep + 1
+        cutoff = cutoff if served is None else min(cutoff, served)
         if not self._keep or cutoff < 1:
             return False
         self._pending = self._thread.submit(

@@ -11,7 +11,7 @@ from live_gateway import SIGNER, live_serving, published
 from deltawire.errors import CorruptError
 from deltawire.live.gateway import routing
 from deltawire.live.gateway.routing import ArmRouter
-from deltawire.live.release.decision_log import DecisionLog
+from deltawire.runtime.decision_log import DecisionLog
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.sync import read_manifest, require_run
 from deltawire.wire.decisions import CANDIDATE, Decision, ServedVersion

@@ -6,7 +6,6 @@ import pytest
 
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
-from deltawire.live.release.decision_log import DecisionLog
 from deltawire.live.release.evidence import planned_answers
 from deltawire.live.release.next_decision import (
     Situation,
@@ -15,6 +14,7 @@ from deltawire.live.release.next_decision import (
     next_candidate,
 )
 from deltawire.live.release.outcomes import METRIC, SettledAnswer
+from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import open_bucket
 from deltawire.wire import keys
 from deltawire.wire.decisions import CANDIDATE, ServedVersion
@@ -210,3 +210,16 @@ def test_plans_name_the_answers_of_each_stage():
     assert plan[0] == 160
     assert 3000 < plan[1] < 5000
     assert planned_answers(RELEASE, effect=0.2)[1] < plan[1] / 5
+
+
+def test_a_restored_version_serves_by_its_new_number():
+    series = in_canary()
+    step(series, outcomes=outcomes(2000, mine=0.45))
+    other, same = ServedVersion(7, f"{7:032x}"), ServedVersion(7, OLD.digest)
+    assert step(series, restored=other) is None, "other weights are no restored version"
+    forward = step(series, restored=same)
+    assert (forward.verdict, forward.serving, forward.share) == ("promote", same, 0.0)
+    assert series.restores() == {7: 3}
+    assert next_candidate(series, RELEASE, newest=7, scores=EVEN, now=1e9) is None
+    with pytest.raises(InputError, match="no other version served before"):
+        decide_by_hand(series, "rollback", by="ann", now=0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket
 from deltawire.wire import keys
-from deltawire.wire.decisions import MAX_DECISION_BYTES, Decision, fault_after
+from deltawire.wire.decisions import MAX_DECISION_BYTES, RESTORES, Decision, fault_after
 from deltawire.wire.objects import decode_json, encode_json
 
 
@@ -73,12 +73,21 @@ class DecisionLog:
         return frozenset(one.version for one in gone if one is not None)
 
     def before_serving(self) -> Decision | None:
-        """Returns the newest decision by which another version served than now."""
+        """Returns the newest decision by which a version with other weights served than now."""
         now = self.newest
         if now is None:
             return None
-        others = (d for d in reversed(self.decisions) if d.serving != now.serving)
+        others = (d for d in reversed(self.decisions) if d.serving.digest != now.serving.digest)
         return next((d for d in others if d.serving.version not in self.rejected()), None)
+
+    def restores(self) -> dict[int, int]:
+        """Returns, for each version that was promoted because a trainer restored an earlier one in
+        it, that earlier version."""
+        return {
+            one.serving.version: int(one.evidence[RESTORES])
+            for one in self.decisions
+            if one.verdict == "promote" and RESTORES in one.evidence
+        }
 
     def canary_since(self) -> float | None:
         """Returns when the undecided candidate was first shown to users; None if it was not."""
