@@ -24,6 +24,9 @@ KEYS: Final[dict[str, Key]] = {
     "status_s_100k_versions": Key(
         "versions", "<=", 1, "seconds to read the status of 100,000 versions, 20 ms a request"
     ),
+    "shard_reader_excess": Key(
+        "shards", "<=", 0.10, "bytes that a rank of 2, 4 or 8 fetches beyond the chunks it serves"
+    ),
     "manifest_bytes_1t": Key(
         "tables", "<=", 1e7, "manifest and piece table of one delta of a model of 1T parameters"
     ),

@@ -34,7 +34,7 @@ def measure(options: Options) -> Measured:
         for layer in range(LARGEST_LAYERS)
         for n in range(OF_A_LAYER)
     ]
-    largest = _Table(specs, chunk=1 << 22)
+    largest = Table(specs, chunk=1 << 22)
     # A layer's first expert of a rank is not at the border of a segment.
     share = {
         layer * OF_A_LAYER + 11 * layer + n: (0, 1 << 24)
@@ -42,7 +42,7 @@ def measure(options: Options) -> Measured:
         for n in range(OF_A_LAYER // SHARDS)
     }
     specs = kimi_tensors()
-    kimi = _Table(specs, chunk=chunk_for(specs))
+    kimi = Table(specs, chunk=chunk_for(specs))
     listed = sorted(map(str, range(EXPERTS)))[: EXPERTS // SHARDS]
     return Measured(
         {
@@ -60,16 +60,19 @@ def measure(options: Options) -> Measured:
     )
 
 
-class _Table:
-    """A run, one version's delta, and the bucket that holds its table."""
+class Table:
+    """A run, one version's delta of ``changed_bytes`` an element, and the bucket that holds its
+    table."""
 
-    def __init__(self, specs: list[TensorSpec], *, chunk: int) -> None:
-        self._run = Run(name="1t", created_at=0.0, tensors=specs, digest="0" * 32, chunk=chunk)
-        payload = _payload(self._run)
+    def __init__(
+        self, specs: list[TensorSpec], *, chunk: int, changed_bytes: float = CHANGED_BYTES
+    ) -> None:
+        self.run = Run(name="1t", created_at=0.0, tensors=specs, digest="0" * 32, chunk=chunk)
+        self.payload = payload = _payload(self.run, changed_bytes)
         self._bucket = MeteredBucket(open_bucket("memory://"))
-        self._ref = store_payload(self._bucket, self._run, payload, version=1)
+        self._ref = store_payload(self._bucket, self.run, payload, version=1)
         self._manifest = Manifest(
-            run=self._run.id, version=1, base=0, base_digest="0" * 32, delta=self._ref, epoch=0,
+            run=self.run.id, version=1, base=0, base_digest="0" * 32, delta=self._ref, epoch=0,
             nonce="0" * 32, digest=add_sums(piece.sum for piece in payload.pieces), created_at=0.0,
         )  # fmt: skip
         self._stated = len(encode_manifest(self._manifest))
@@ -86,7 +89,7 @@ class _Table:
     def read_by(self, ranges: Mapping[int, tuple[int, int]]) -> int:
         """Returns the bytes that a reader of ``ranges`` fetches before any blob."""
         self._bucket.read_bytes = 0
-        read_payload(self._bucket, self._run, self._manifest, self._ref, ranges)
+        read_payload(self._bucket, self.run, self._manifest, self._ref, ranges)
         return self._stated + self._bucket.read_bytes
 
 
@@ -129,13 +132,13 @@ def kimi_tensors() -> list[TensorSpec]:
     return sorted(found, key=lambda spec: spec.name)
 
 
-def _payload(run: Run) -> Payload:
+def _payload(run: Run, changed_bytes: float) -> Payload:
     pieces: list[Piece] = []
     sizes: list[int] = [0]
     for number, spec in enumerate(run.tensors):
         for start in range(0, spec.count, run.chunk):
             count = min(run.chunk, spec.count - start)
-            length = int(count * CHANGED_BYTES) + 20 + len(pieces) % 97
+            length = int(count * changed_bytes) + 20 + len(pieces) % 97
             if sizes[-1] >= BLOB_BYTES:
                 sizes.append(0)
             found = hashlib.blake2b(f"{number}.{start}".encode(), digest_size=32).hexdigest()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from deltawire.store.bucket import Bucket
 from deltawire.store.delegating import DelegatingBucket
+from deltawire.store.ranges import range_requests
 
 
 class MeteredBucket(DelegatingBucket):
@@ -37,10 +38,10 @@ class MeteredBucket(DelegatingBucket):
         return data
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
-        """As `Bucket.read_ranges`."""
+        """As `Bucket.read_ranges`; bytes between neighboring ranges count too."""
         parts = self.inner.read_ranges(key, ranges)
         if parts is not None:
-            self._count(read=sum(map(len, parts)))
+            self._count(read=sum(one.length for one in range_requests(ranges)))
         return parts
 
     def put(self, key: str, data: bytes) -> None:

@@ -21,6 +21,7 @@ from typing import TypeVar
 from deltawire.errors import RetryError
 from deltawire.store import Bucket, DelegatingBucket, ObjectMeta
 from deltawire.store.delegating import Verb
+from deltawire.store.ranges import AT_ONCE, range_requests
 
 T = TypeVar("T")
 
@@ -31,9 +32,6 @@ WRITES_PER_S = 3500.0
 """PUT, LIST and DELETE requests a second that S3 states for one prefix."""
 PAGE_KEYS = 1000
 """Keys that one request of a listing returns."""
-RANGES_AT_ONCE = 10
-"""Ranges of one object that the store's client requests at once."""
-
 _READS = frozenset({"get", "range", "head"})
 
 
@@ -90,11 +88,12 @@ class SimulatedBucket(DelegatingBucket):
         return data
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
-        """As `Bucket.read_ranges`; each range is a request, some of them at once."""
+        """As `Bucket.read_ranges`, by the same requests, some of them at once."""
         parts = super().read_ranges(key, ranges)
-        waves = -(-len(ranges) // RANGES_AT_ONCE)
-        self._more("range", len(ranges) - 1, waits=waves - 1)
-        self._transfer(max(map(len, parts or ()), default=0) * waves)
+        requests = range_requests(ranges)
+        waves = -(-len(requests) // AT_ONCE)
+        self._more("range", len(requests) - 1, waits=waves - 1)
+        self._transfer(max(one.length for one in requests) * waves)
         return parts
 
     def put(self, key: str, data: bytes) -> None:

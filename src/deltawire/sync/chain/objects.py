@@ -10,6 +10,7 @@ import blake3
 from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, in_parallel, require_bucket
+from deltawire.store.ranges import REQUEST_BYTES
 from deltawire.wire import keys
 from deltawire.wire.coordination import MAX_FLOOR_BYTES, RetentionFloor
 from deltawire.wire.manifest import (
@@ -347,7 +348,7 @@ def missing_blobs(bucket: Bucket, refs: Sequence[BlobRef]) -> list[BlobRef]:
     return [ref for ref, lost in zip(refs, missing, strict=True) if lost]
 
 
-RANGE_BYTES = 8 << 20
+RANGE_BYTES = REQUEST_BYTES
 """Larger blobs are fetched in ranges of this many bytes, `RANGES` of them at once."""
 
 RANGES = 4

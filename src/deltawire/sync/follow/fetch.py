@@ -25,6 +25,7 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError
 from deltawire.store import REQUESTS, Bucket
+from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES, range_requests
 from deltawire.sync.chain.objects import get_blob
 from deltawire.sync.chain.payloads import read_payload
 from deltawire.sync.follow.mirror import Mirror, PiecePatch
@@ -40,7 +41,7 @@ AHEAD_BYTES = 64 << 20
 """The most bytes of blobs in memory, those being decoded included; at least one blob is fetched
 while another is decoded."""
 
-WHOLE = 0.5
+WHOLE = 0.9
 """A reader that needs a larger share of a blob than this fetches the whole blob."""
 
 
@@ -137,24 +138,25 @@ def fetch_pieces(
         return
     at_once = 1 if bucket.local else min(REQUESTS, len(by_blob))
     waiting = deque(by_blob)
-    ahead: deque[tuple[Future[list[tuple[Piece, memoryview]]], int]] = deque()
-    held = 0
+    ahead: deque[tuple[Future[list[tuple[Piece, memoryview]]], int, int]] = deque()
+    held = asked = 0
     pool = ThreadPoolExecutor(at_once, thread_name_prefix="fetcher")
     try:
         while waiting or ahead:
             while waiting and len(ahead) < at_once:
-                size = _fetched_bytes(payload.blobs[waiting[0]], by_blob[waiting[0]])
-                if ahead and held + size > AHEAD_BYTES:
+                size, requests = _cost(payload.blobs[waiting[0]], by_blob[waiting[0]])
+                if ahead and (held + size > AHEAD_BYTES or asked + requests > REQUESTS):
                     break
-                ahead.append((pool.submit(fetch, waiting.popleft()), size))
-                held += size
-            found, size = ahead.popleft()
+                ahead.append((pool.submit(fetch, waiting.popleft()), size, requests))
+                held, asked = held + size, asked + requests
+            found, size, requests = ahead.popleft()
             batch = found.result()
+            asked -= requests
             del found
             if waiting and not ahead:
-                after = _fetched_bytes(payload.blobs[waiting[0]], by_blob[waiting[0]])
-                ahead.append((pool.submit(fetch, waiting.popleft()), after))
-                held += after
+                after, requests = _cost(payload.blobs[waiting[0]], by_blob[waiting[0]])
+                ahead.append((pool.submit(fetch, waiting.popleft()), after, requests))
+                held, asked = held + after, asked + requests
             yield batch
             # The caller still holds the list. Empty it before the next blob starts, or three blobs
             # would be in memory.
@@ -164,17 +166,32 @@ def fetch_pieces(
         pool.shutdown(cancel_futures=True)
 
 
-def _fetched_bytes(ref: BlobRef, pieces: Sequence[Piece]) -> int:
-    """Returns how many bytes of a blob are fetched for ``pieces``."""
-    size = sum(piece.length for piece in pieces)
-    return ref.bytes if size > WHOLE * ref.bytes else size
+def fetched_bytes(payload: Payload, pieces: Iterable[Piece]) -> int:
+    """Returns how many bytes of blobs are fetched for ``pieces``, those between them included."""
+    by_blob: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_blob.setdefault(piece.blob, []).append(piece)
+    return sum(_cost(payload.blobs[number], some)[0] for number, some in by_blob.items())
+
+
+def _cost(ref: BlobRef, pieces: Sequence[Piece]) -> tuple[int, int]:
+    """Returns how many bytes of a blob are fetched for ``pieces``, and by how many requests at
+    once."""
+    if _wants_whole(ref, pieces):
+        return ref.bytes, min(-(-ref.bytes // REQUEST_BYTES), AT_ONCE)
+    requests = range_requests([(piece.offset, piece.length) for piece in pieces])
+    return sum(one.length for one in requests), min(len(requests), AT_ONCE)
+
+
+def _wants_whole(ref: BlobRef, pieces: Sequence[Piece]) -> bool:
+    return sum(piece.length for piece in pieces) > WHOLE * ref.bytes
 
 
 def _fetch_blob(
     bucket: Bucket, payload: Payload, number: int, pieces: list[Piece], version: int
 ) -> list[tuple[Piece, memoryview]]:
     ref = payload.blobs[number]
-    if sum(piece.length for piece in pieces) > WHOLE * ref.bytes:
+    if _wants_whole(ref, pieces):
         blob = memoryview(get_blob(bucket, ref, version=version))
         return [(piece, blob[piece.offset : piece.offset + piece.length]) for piece in pieces]
     key = keys.blob(ref.hash)
