@@ -24,7 +24,10 @@ KEYS: Final[dict[str, Key]] = {
         "run_bytes", "<=", 1.0, "bytes of a version of a real run over those of its adapter"
     ),
     "adapter_swap_ms": Key(
-        "run_bytes", "<=", 1e9, "a swap in vLLM's adapter slots; null where they are not supported"
+        "slot_swap", "<=", 1e9, "pause of a swap of 10 % of an adapter in vLLM's slot, ms"
+    ),
+    "adapter_swap_speedup": Key(
+        "slot_swap", ">=", 5, "vLLM's load_lora_adapter with load_inplace over that pause"
     ),
     "stale_prefix_hits": Key(
         "prefixes", "<=", 0, "prompts whose cached keys and values were those of an older adapter"

@@ -19,7 +19,6 @@ from deltawire.export.adapter import PREFIX
 from deltawire.store import open_bucket
 from deltawire.sync import read_history, read_manifest, require_run
 
-NO_SLOTS = "adapters are not swapped in vLLM's slots yet; swap_ms is that of the embedded engine"
 VERSIONS, ANCHOR_EVERY = 8, 4
 CONFIG = """
 name = "adapter-bytes"
@@ -99,12 +98,8 @@ def measure(options: Options) -> Measured:
     deltas = [one.delta.bytes for one in history if one.delta is not None]
     anchors = [one.anchor.bytes for one in history if one.anchor is not None]
     return Measured(
+        {"adapter_delta_share": round(statistics.mean(deltas) / adapter, 4)},
         {
-            "adapter_delta_share": round(statistics.mean(deltas) / adapter, 4),
-            "adapter_swap_ms": None,
-        },
-        {
-            "adapter_swap_ms": NO_SLOTS,
             "embedded_swap_ms": report["swap_ms"],
             "adapter_bytes": adapter,
             "base_bytes": sum(sizes.values()) - adapter,

@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
+    from deltawire.config.served import served_precision
     from deltawire.dashboard.live import screen
     from deltawire.launch.checks import check_start, check_tasks
     from deltawire.launch.processes import read_config, refuse_memory
@@ -81,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
             signer = keys.signer(SUPERVISOR_ROLE)
             bucket = trusted(bucket, trust, signer=signer, role=SUPERVISOR_ROLE)
             console.print(f"signed run {keys.pin}", soft_wrap=True, markup=False, emoji=False)
+        if (served := served_precision(config)).differs:
+            console.print(served.words, soft_wrap=True, markup=False, emoji=False)
         job = Job(config, path, arguments.seed, out, bucket, engine=arguments.engine, keys=keys)
         job.write_shape()
         plain = arguments.plain or not console.is_terminal

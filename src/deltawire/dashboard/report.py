@@ -414,6 +414,9 @@ def _parity(summary: Summary, state: RunState) -> list[tuple[str, str]]:
     if parity.masked:
         shown.append(("sequences_masked", text("sequences_masked", state)))
     rows = [(BY_NAME[name].help, words) for name, words in shown]
+    if (precision := summary.precision) is not None:
+        rows.append(("Precision of sampler and trainer", _safe(precision.words, 300)))
+        rows.append(("· a batch warns above k3", f"{precision.warn_k3:g}"))
     if parity.stopped:
         rows.append(("Stopped at", escape("; ".join(parity.stopped)) + _mark(False)))
     return rows

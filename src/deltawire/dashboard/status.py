@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from deltawire.config import FaultsConfig, RunConfig, parse_config
+from deltawire.config.served import ServedPrecision, served_precision
 from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.state import ProcessState, RunState
@@ -91,8 +92,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     are those that the models drew. ``k3_same_version`` is over tokens that the trained version
     itself drew: what differs there is arithmetic. ``failures`` counts, by cause, episodes that
     failed, groups that were dropped, thresholds of parity that were crossed, and processes that
-    died. ``settings`` are those that differ from the run's first configuration. ``probes`` is by
-    how much rewards exceed each probe.
+    died. ``settings`` are those that differ from the run's first configuration, ``precision`` is
+    what the sampler serves by that configuration. ``probes`` is by how much rewards exceed each
+    probe.
     """
 
     format: Literal[1] = 1
@@ -140,6 +142,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups_in_flight: int | None
     groups_stored: int
     settings: dict[str, Any]
+    precision: ServedPrecision | None = None
     failures: dict[str, int]
     probes: dict[str, float]
     processes: list[ProcessLine]
@@ -272,6 +275,7 @@ class Watch:
             allocation=AllocationTotals.of(state),
             heldout_sources=lost.sources if (lost := state.newest_heldout_loss) else {},
             settings=trainer.settings if trainer else {},
+            precision=served_precision(config) if config else None,
             failures=failures_by_cause(state),
             probes=excesses(probes),
             processes=lines,

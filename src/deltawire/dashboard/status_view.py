@@ -64,6 +64,9 @@ def view(status: RunStatus) -> RenderableType:
     if status.self_attested:
         words = "; ".join(legible(text, 300) for text in status.self_attested)
         parts += [Text(f"self-attested by workers: {words}", "dim")]
+    if status.precision is not None and status.precision.differs:
+        limit = f"parity warns above k3 {status.precision.warn_k3:g}"
+        parts += [Text(f"precision: {status.precision.words}; {limit}", "dim")]
     if status.forecast is not None:
         parts += [Text(f"forecast: {forecast_words(status.forecast)}", "dim")]
     if status.alarm:

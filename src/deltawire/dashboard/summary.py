@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from deltawire.config.served import ServedPrecision
 from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.figures import value, whole
 from deltawire.dashboard.state import RunState
@@ -199,6 +200,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     heldout_area: tuple[float | None, float | None] = (None, None)
     """The area under that curve at the first and at the last version that was measured."""
     """Null where no held-out documents were measured."""
+    precision: ServedPrecision | None = None
+    """Null where another trainer published the run."""
     base: FrozenBase | None = None
     """Null where the whole model is trained."""
     last_step: dict[str, float | None] = {}
@@ -215,6 +218,7 @@ def summarize(
     bound: int,
     target_versions: int,
     name: str,
+    precision: ServedPrecision | None = None,
     base: FrozenBase | None = None,
     seed: int,
     audit: Consumption | None = None,
@@ -225,6 +229,7 @@ def summarize(
     settings = dict(configuration or {})
     return Summary(
         name=name,
+        precision=precision,
         base=base,
         seed=seed,
         wall_s=wall_s,

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 
 from deltawire.config import RunConfig, flatten
+from deltawire.config.served import served_precision
 from deltawire.dashboard.live import LiveView
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.summary import FrozenBase, Summary, WorkerVerdict, summarize
@@ -159,6 +160,7 @@ def summary_of(
         bound=config.train.largest_age,
         target_versions=config.train.versions,
         name=config.name,
+        precision=served_precision(config),
         base=_frozen_base(bucket),
         seed=config.seed,
         audit=audit,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from deltawire.config import RunConfig
 from deltawire.config.scaffold import turn_limit
+from deltawire.config.served import judged_parity
 from deltawire.errors import BugError
 from deltawire.parity import NO_VERSION, BatchParity, ParityMeter
 from deltawire.parity.router_replay import RouteReplay, replay_of
@@ -278,7 +279,7 @@ class _TrainingStep:
             config,
             policy,
             reference,
-            ParityMeter(config.parity, version),
+            ParityMeter(judged_parity(config), version),
             minibatches,
             advantages_of(groups, config, parts),
         )

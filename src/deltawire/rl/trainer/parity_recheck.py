@@ -26,6 +26,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from deltawire.config import RunConfig
+from deltawire.config.served import judged_parity
 from deltawire.parity import BatchParity, Divergence, ParityMeter
 from deltawire.parity.router_replay import replay_of
 from deltawire.placement.live import saved_buffers
@@ -107,7 +108,7 @@ class ParityRecheck:
             self._keep(version)
         if measured is None or enough:
             return parity
-        return parity.with_numeric(measured[1], measured[0], self._config.parity)
+        return parity.with_numeric(measured[1], measured[0], judged_parity(self._config))
 
     def close(self) -> None:
         """End the thread once its measurement is done."""
@@ -150,7 +151,7 @@ class ParityRecheck:
         began = self._clock()
         model, train = self._copy, self._config.train
         device, policy = next(model.parameters()).device, TrainedPolicy.of(model, train)
-        meter = ParityMeter(self._config.parity, version)
+        meter = ParityMeter(judged_parity(self._config), version)
         replay = replay_of(model, self._config.parity)
         (parts,) = divide(groups, budget=train.max_tokens_per_batch, packed=policy.packs)
         for members in parts:
