@@ -168,6 +168,23 @@ def test_the_benchmark_of_swaps_gives_its_figures(vllm_python):
     assert 0 < found["swap_allocated_bytes"] < 2 * found["parameters"]
 
 
+@pytest.mark.matrix
+def test_the_benchmark_of_adapter_swaps_gives_its_figures(vllm_python):
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "deltawire", "bench", "adapters", "--json",
+            "--keys", "adapter_swap_ms,adapter_swap_speedup", "--repeats", "1",
+        ],
+        capture_output=True, text=True, check=False, timeout=900,
+        env={**os.environ, "DELTAWIRE_VLLM_PYTHON": vllm_python},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["adapter_swap_ms"] > 0
+    assert found["adapter_swap_speedup"] > 0
+    assert found["details"]["slot_swap"]["changed_elements"] > 0
+
+
 RUN = """
 name = "tiny"
 [model.build]

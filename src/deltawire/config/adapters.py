@@ -56,8 +56,8 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
     to be those that are configured."""
     merge_floor: Fraction = 0.25
     """With ``train.exporter = "merged"``: stop once a checkpoint is due and the merged weights keep
-    less of the adapter's change than this share; 0 never stops. 4-bit formats keep 0 to 4 % of
-    small changes."""
+    less of the adapter's change than this share; 0 never stops. 4-bit formats keep at most 1 %
+    of a change of 1 % of a weight's norm."""
     packed: Literal["none", "int4-g32", "int8-row", "mxfp4", "nvfp4", "fp8-block"] = "none"
     """The format in which trainer and sampler keep frozen experts."""
     packed_layers: list[Name] = []
@@ -119,7 +119,7 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
         if merged and self.packed not in _WIDE and self.merge_floor:
             reason = (
                 f"exporter merged into {self.packed} loses nearly all of an adapter's change: 4 "
-                "bits keep 0 to 4 % of small ones"
+                "bits keep at most 1 % of a change of 1 % of a weight's norm"
             )
             return reason, (
                 "set adapter.merge_floor = 0 to do it all the same, serve the adapter unmerged, "

@@ -1,8 +1,9 @@
 """Adds an adapter to the weights of its base, and measures what rounding leaves of the change.
 
 A merge rounds. Of a change that is small next to the weights, bf16 keeps a part, and a packed
-format of 4 bits next to nothing: a weight moves only if the change takes it to another code. So
-every merge reports, for each layer, the share of the change that the merged weights contain::
+format of 4 bits next to nothing: a weight moves only if the change takes it to another code. A
+block keeps its scale unless a new one is nearer, so rounding never adds to the difference. Every
+merge reports, for each layer, the share of the change that the merged weights contain::
 
     exact     W + scale · B · A          change = scale · B · A
     merged    round(W + change)          real   = merged − W
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from deltawire.errors import InputError
 from deltawire.export.adapter import PREFIX, wrapped_layers
-from deltawire.quantization.dequantize import dequantize
+from deltawire.quantization.dequantize import dequantize, requantize
 from deltawire.quantization.experts import STACKS, find_experts, stack_of
 from deltawire.quantization.formats import PackedFormat, Parts
 from deltawire.quantization.linear import PackedLinear, PackedWeight
@@ -225,7 +226,7 @@ def merged_parts(
         delta = change.of(index, factors)
         parts = weight.parts(place)
         if bool(delta.any()):
-            parts = form.quantize((old + delta).to(torch.bfloat16))
+            parts = requantize(form, (old + delta).to(torch.bfloat16), parts)
         sums.add(old, delta, dequantize(form, parts).float())
         yield place, parts
 

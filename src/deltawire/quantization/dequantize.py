@@ -47,6 +47,40 @@ def dequantize_with_torch(form: PackedFormat, parts: Parts) -> Tensor:
     return (values[codes.long()] * scales).to(torch.bfloat16)
 
 
+def requantize(form: PackedFormat, weight: Tensor, base: Parts) -> dict[str, Tensor]:
+    """Packs a weight that differs little from ``base``, which is packed: a block keeps its scale
+    unless a new one is nearer to the weight.
+
+    A new scale moves all weights of its block, by far more than a small change does. Under the old
+    one a weight moves only if another code is nearer, so no block is further from the weight than
+    ``base`` is, or than `PackedFormat.quantize` would be. In NVFP4 a row decides together.
+    """
+    weight = weight.float()
+    fresh = form.quantize(weight)
+    kept = {name: part for name, part in base.items() if name != "codes"}
+    codes, old = form.nearest_codes(weight, kept), form.decode_codes(base)
+    still = (dequantize(form, base).float() - weight).abs()
+    moved = dequantize(form, {"codes": form.pack_codes(codes), **kept}).float() - weight
+    codes = torch.where(still <= moved.abs(), old, codes)
+    error = form.block_sums(torch.minimum(still, moved.abs()).square())
+    error_of_fresh = form.block_sums((dequantize(form, fresh).float() - weight).square())
+    if "global_scale" in kept:
+        error, error_of_fresh = error.sum(-1, keepdim=True), error_of_fresh.sum(-1, keepdim=True)
+    nearer = (error_of_fresh < error).expand(kept["scales"].shape)
+    chosen = form.per_weight(nearer.float(), tuple(weight.shape)).bool()
+    parts = {"codes": form.pack_codes(torch.where(chosen, form.decode_codes(fresh), codes))}
+    for name, part in kept.items():
+        where = nearer[..., 0] if name == "global_scale" else nearer
+        bits = _INTEGERS[part.itemsize]
+        new = fresh[name].contiguous().view(bits)
+        parts[name] = torch.where(where, new, part.contiguous().view(bits)).view(part.dtype)
+    return parts
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Scales of any dtype are chosen among as integers of their size."""
+
+
 def relative_error(form: PackedFormat, weight: Tensor, parts: Parts) -> float:
     """Returns ‖dequantized − weight‖ / ‖weight‖ (Frobenius), 0 for a weight of zeros."""
     difference, norm = squared_error(form, weight, parts)

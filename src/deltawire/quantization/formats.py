@@ -35,6 +35,9 @@ FORMATS = {
 }
 """Formats by name, each as ``module:object``."""
 
+ROWS = 256
+"""Rows that are packed at a time, whole blocks of every format: memory is that of these rows."""
+
 Parts = Mapping[str, Tensor]
 """The parts of a packed tensor: ``codes``, ``scales`` and, in NVFP4, ``global_scale``."""
 
@@ -52,6 +55,11 @@ class PackedFormat:
     block: tuple[int, int]
     scale_dtype: torch.dtype
     code_values: tuple[float, ...]
+
+    @property
+    def by_rows(self) -> bool:
+        """Returns whether no row's scale depends on rows outside of its block."""
+        return True
 
     @cached_property
     def values(self) -> Tensor:
@@ -106,17 +114,27 @@ class PackedFormat:
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Packs a weight of any float dtype; raises `InputError` if a value is not finite."""
+        if self.by_rows and weight.ndim == 2 and len(weight) > ROWS:
+            some = [self.quantize(rows) for rows in torch.split(weight, ROWS)]
+            return {name: torch.cat([parts[name] for parts in some]) for name in some[0]}
         weight = weight.float()
         if not bool(torch.isfinite(weight).all()):
             raise InputError(f"a weight that is not finite cannot be packed as {self.name}")
         self.layout(tuple(weight.shape))
         parts = self.choose_scales(weight)
+        return {"codes": self.pack_codes(self.nearest_codes(weight, parts)), **parts}
+
+    def nearest_codes(self, weight: Tensor, parts: Parts) -> Tensor:
+        """Returns the code of each weight under the scales of ``parts``: uint8[..., R, C]."""
         scales = self.per_weight(self.float_scales(parts), tuple(weight.shape))
         ratio = torch.where(scales == 0, 0.0, weight / torch.where(scales == 0, 1.0, scales))
-        codes = self.encode(ratio)
+        return self.encode(ratio)
+
+    def pack_codes(self, codes: Tensor) -> Tensor:
+        """Returns one code a byte as they are stored: uint8[..., R, C × bits / 8]."""
         if self.bits == 4:
             codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-        return {"codes": codes.contiguous(), **parts}
+        return codes.contiguous()
 
     def choose_scales(self, weight: Tensor) -> dict[str, Tensor]:
         """Returns the scales for a weight, float32[..., R, C]."""
@@ -142,14 +160,21 @@ class PackedFormat:
 
     def block_peaks(self, weight: Tensor) -> Tensor:
         """Returns the largest magnitude of each block: float32[..., blocks down, blocks across]."""
-        *_, rows, columns = weight.shape
+        return torch.amax(self._blocks(weight.abs()), (-3, -1))
+
+    def block_sums(self, values: Tensor) -> Tensor:
+        """Returns the sum of each block: float32[..., blocks down, blocks across]."""
+        return self._blocks(values).sum((-3, -1))
+
+    def _blocks(self, values: Tensor) -> Tensor:
+        """Returns the blocks, padded with zeros: [..., down, block rows, across, block columns]."""
+        *_, rows, columns = values.shape
         down, across = self.grid(rows, columns)
         high, wide = self.block[0] or rows, self.block[1] or columns
         padded = torch.nn.functional.pad(
-            weight.abs(), (0, across * wide - columns, 0, down * high - rows)
+            values, (0, across * wide - columns, 0, down * high - rows)
         )
-        blocks = padded.reshape(*weight.shape[:-2], down, high, across, wide)
-        return torch.amax(blocks, (-3, -1))
+        return padded.reshape(*values.shape[:-2], down, high, across, wide)
 
 
 @contextmanager

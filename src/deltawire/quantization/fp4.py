@@ -69,6 +69,11 @@ class Mxfp4(PackedFormat):
 class Nvfp4(PackedFormat):
     """The format `NVFP4`."""
 
+    @property
+    def by_rows(self) -> bool:
+        """See `PackedFormat.by_rows`: one factor holds for all rows."""
+        return False
+
     def layout(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """See `PackedFormat.layout`."""
         return {**super().layout(shape), "global_scale": (shape[:-1], torch.float32)}

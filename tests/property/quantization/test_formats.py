@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from deltawire import _native
 from deltawire.errors import CorruptError, InputError
-from deltawire.quantization.dequantize import dequantize, dequantize_with_torch, relative_error
-from deltawire.quantization.formats import FORMATS, open_format
+from deltawire.quantization.dequantize import (
+    dequantize,
+    dequantize_with_torch,
+    relative_error,
+    requantize,
+)
+from deltawire.quantization.formats import FORMATS, ROWS, open_format
 
 NAMES = sorted(FORMATS)
 # Of Gaussian weights: the first four are figures of the literature, computed again here.
@@ -88,6 +93,41 @@ def test_a_weight_on_the_grid_keeps_its_bits(name, weight):
     form = open_format(name)
     once = dequantize(form, form.quantize(weight.clamp(-1e3, 1e3).where(weight.abs() > 1e-6, 0)))
     assert torch.equal(dequantize(form, form.quantize(once)), once)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_rows_are_packed_as_few_are(name):
+    weight = torch.randn(2 * ROWS + 70, 128, generator=torch.Generator().manual_seed(5))
+    form = open_format(name)
+    found = form.quantize(weight)
+    form.check(found, tuple(weight.shape))
+    whole = form.quantize(weight[None])  # A stack is packed in one piece.
+    assert all(torch.equal(one.float(), whole[key][0].float()) for key, one in found.items())
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-4, 1e-2, 0.3, 30.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_weight_is_never_further_away_than_its_base_or_a_fresh_packing(name, size):
+    form, generator = open_format(name), torch.Generator().manual_seed(3)
+    base = form.quantize(torch.randn(2, 130, 192, generator=generator) * 0.02)
+    if name == "int4-g32":
+        base["codes"][0, :, ::5] &= 0xF0  # -8, which is never chosen here and may be stored
+    old = dequantize(form, base).float()
+    wanted = old + torch.randn(old.shape, generator=generator) * 0.02 * size
+    found = requantize(form, wanted, base)
+    form.check(found, tuple(old.shape))
+    if not size:
+        assert all(torch.equal(one.view(torch.uint8), base[key].view(torch.uint8))
+                   for key, one in found.items())  # fmt: skip
+    error, of_base, of_fresh = (
+        form.block_sums((dequantize(form, parts).float() - wanted).double().square())
+        for parts in (found, base, form.quantize(wanted))
+    )
+    if "global_scale" in base:  # A row decides together.
+        of_fresh, error, of_base = (one.sum(-1) for one in (of_fresh, error, of_base))
+    tolerance = 1 + 1e-5  # The choice is made in float32.
+    assert bool((error <= of_base * tolerance).all())
+    assert bool((error <= of_fresh * tolerance).all())
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if open_format(name).bits == 4])
