@@ -6,7 +6,8 @@ import pytest
 
 from deltawire.errors import RetryError
 from deltawire.store import in_parallel, open_bucket
-from deltawire.testing.simulated import PAGE_KEYS, RANGES_AT_ONCE, SimulatedBucket
+from deltawire.store.ranges import AT_ONCE, NEAR_BYTES
+from deltawire.testing.simulated import PAGE_KEYS, SimulatedBucket
 
 
 class Time:
@@ -34,11 +35,14 @@ def test_each_request_takes_the_latency_and_pages_take_more():
     bucket.list("a/")
     assert time.now == 1.0
     assert bucket.requests["list"] == 2
-    bucket.read_ranges("a/00000", [(n, 1) for n in range(RANGES_AT_ONCE + 1)])
+    bucket.inner.put("large", bytes(2 * NEAR_BYTES * (AT_ONCE + 1)))
+    bucket.read_ranges("large", [(2 * NEAR_BYTES * n, 1) for n in range(AT_ONCE + 1)])
     assert time.now == 2.0
-    assert bucket.requests["range"] == RANGES_AT_ONCE + 1
+    assert bucket.requests["range"] == AT_ONCE + 1
+    bucket.read_ranges("large", [(0, 1), (5, 1)])
+    assert (time.now, bucket.requests["range"]) == (2.5, AT_ONCE + 2)
     assert bucket.get("a/00001", limit=100) == b"x" * 40
-    assert (time.now, bucket.total_requests) == (2.5, 2 + RANGES_AT_ONCE + 2)
+    assert (time.now, bucket.total_requests) == (3.0, 2 + AT_ONCE + 3)
 
 
 def test_requests_beyond_the_rate_are_refused_until_time_passes():
