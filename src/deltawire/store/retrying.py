@@ -5,6 +5,7 @@ Retries live here only: a caller that wants them wraps its bucket once and uses 
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +25,10 @@ FIRST_PAUSE_S = 0.1
 class RetryPolicy:
     """How often an operation is repeated after a `RetryError`, and how long to wait between.
 
-    ``first_pause_s`` (None is `FIRST_PAUSE_S`) doubles after each attempt. ``sleep`` gets seconds;
-    it may raise an error to give up.
+    ``first_pause_s`` (None is `FIRST_PAUSE_S`) doubles after each attempt. Each pause is multiplied
+    by a number between 0.5 and 1.5 (``rng`` plus 0.5): ranks that a store refused at one moment
+    would otherwise all ask again at one moment. ``sleep`` gets seconds; it may raise an error to
+    give up.
 
     Example::
 
@@ -35,6 +38,7 @@ class RetryPolicy:
     retries: int = RETRIES
     first_pause_s: float | None = None
     sleep: Callable[[float], None] = time.sleep
+    rng: Callable[[], float] = random.random
 
     def run(self, operation: Callable[[], T]) -> T:
         """Calls ``operation``, and after a `RetryError` calls it again, at most ``retries``
@@ -47,7 +51,7 @@ class RetryPolicy:
             except RetryError:
                 if attempt == self.retries:
                     raise
-                self.sleep(pause_s * 2**attempt)
+                self.sleep(pause_s * 2**attempt * (0.5 + self.rng()))
         raise BugError("the retry loop ended without a result")
 
 

@@ -22,7 +22,8 @@ def test_every_verb_is_repeated_and_then_gives_up(verb):
     faulty = FaultyBucket(open_bucket("memory://"))
     faulty.put("a/1", b"xyz")
     pauses = []
-    bucket = RetryingBucket(faulty, RetryPolicy(retries=3, first_pause_s=1.0, sleep=pauses.append))
+    policy = RetryPolicy(retries=3, first_pause_s=1.0, sleep=pauses.append, rng=lambda: 0.5)
+    bucket = RetryingBucket(faulty, policy)
     faulty.fail(verb, times=3)
     CALLS[verb](bucket)
     assert pauses == [1.0, 2.0, 4.0]
@@ -66,3 +67,18 @@ def test_over_keeps_a_policy_that_is_already_there():
         RetryingBucket.over(metered).get("a", limit=1)
     assert faulty.operations == [("get", "a")] * 2
     assert isinstance(RetryingBucket.over(faulty), RetryingBucket)
+
+
+def test_callers_that_were_refused_together_do_not_ask_again_together():
+    def pauses_of():
+        faulty, pauses = FaultyBucket(open_bucket("memory://")), []
+        faulty.fail("put", times=3)
+        policy = RetryPolicy(retries=3, first_pause_s=1.0, sleep=pauses.append)
+        RetryingBucket(faulty, policy).put("a", b"")
+        return tuple(pauses)
+
+    found = {pauses_of() for _ in range(20)}
+    assert len(found) == 20
+    for pauses in found:
+        for pause, longest in zip(pauses, (1.5, 3.0, 6.0), strict=True):
+            assert longest / 3 <= pause <= longest
