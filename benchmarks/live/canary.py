@@ -2,7 +2,7 @@
 
 Each canary has the stages of the default configuration, one outcome a user, and the tests of
 `deltawire.live.release`, which are looked at after every payoff: the metric with a base rate of
-`RATE`, and four guardrails that do not change. A look rolls back before it promotes.
+`RATE`, and all ten guardrails, whose rates do not change. A look rolls back before it promotes.
 
 - ``false_promotion_rate``: the candidate is worse by exactly the margin.
 - ``false_rollback_rate``: it is equal.
@@ -32,7 +32,18 @@ from deltawire.live.release.sequential_tests import (
 CANARIES = 1000
 RATE = 0.6
 EFFECT = 0.05
-GUARDED_RATES = {"slow": 0.05, "broken_call": 0.02, "cut_off": 0.05, "silent": 0.4}
+GUARDED_RATES = {
+    "error": 0.01,
+    "slow": 0.05,
+    "broken_call": 0.02,
+    "cut_off": 0.05,
+    "long": 0.1,
+    "silent": 0.4,
+    "refusal": 0.05,
+    "question": 0.15,
+    "hedging": 0.1,
+    "repetition": 0.02,
+}
 NEVER = np.iinfo(np.int64).max
 
 Array = NDArray[np.float64]

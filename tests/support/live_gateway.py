@@ -35,8 +35,8 @@ class TokenReplica(FakeVllm):
     """Answers chats with `WORDS`, whose tokens are 100, 101, … and log-probabilities -0.5.
 
     ``mode``: ``tokens`` states them if asked; ``no tokens`` never does; ``break`` dies in
-    mid-stream; ``error`` answers 400; ``calls`` makes a tool call. ``swap_to`` loads a version
-    while it answers. ``seen`` are the requests.
+    mid-stream; ``error`` answers 400, ``fail`` 500; ``calls`` makes a tool call. ``swap_to`` loads
+    a version while it answers. ``seen`` are the requests.
     """
 
     def __init__(self, bucket, run, version=0):
@@ -49,6 +49,8 @@ class TokenReplica(FakeVllm):
         self.seen.append(body)
         if self.mode == "error":
             return web.json_response({"error": {"message": "no"}}, status=400)
+        if self.mode == "fail":
+            return web.json_response({"error": {"message": "out of memory"}}, status=500)
         if self.swap_to is not None:
             from deltawire.sync import load_mirror
 

@@ -11,15 +11,33 @@ from deltawire.config.base import Count, Positive, Section
 _Share = Annotated[float, Meta(gt=0, lt=1)]
 _Margin = Annotated[float, Meta(ge=0, lt=1)]
 DEFAULT_STAGES = [0.01, 0.05, 0.25, 0.5]
-Guardrail = Literal["slow", "broken_call", "cut_off", "silent", "long"]
+Guardrail = Literal[
+    "error",
+    "slow",
+    "broken_call",
+    "cut_off",
+    "long",
+    "silent",
+    "refusal",
+    "question",
+    "hedging",
+    "repetition",
+]
 DEFAULT_GUARDRAILS: dict[Guardrail, float] = {
+    "error": 0.01,
     "slow": 0.02,
     "broken_call": 0.01,
     "cut_off": 0.02,
+    "long": 0.05,
     "silent": 0.05,
+    "refusal": 0.02,
+    "question": 0.05,
+    "hedging": 0.05,
+    "repetition": 0.01,
 }
-"""Share of answers that a candidate may add to each: slow, with a broken tool call, cut off at the
-token limit, or without feedback."""
+"""Share of answers that a candidate may add to each: failed, slow, with a broken tool call, cut off
+at the token limit, long, or without feedback; and those that a reward may not see: refusals,
+questions in place of work, hedging, repetition (`deltawire.live.capture.marks`)."""
 
 
 class ReleaseConfig(Section, frozen=True, kw_only=True):

@@ -14,8 +14,8 @@ from deltawire.display import safe_line
 from deltawire.errors import InputError, RetryError
 from deltawire.events import Evaluated
 from deltawire.launch.role_keys import read_signer
-from deltawire.live.learning.records import LiveRecords
-from deltawire.live.release.evidence import evidence_of, planned_answers
+from deltawire.live.release.canary_outcomes import CanaryOutcomes
+from deltawire.live.release.evidence import Evidence, planned_answers
 from deltawire.live.release.next_decision import (
     Scores,
     Situation,
@@ -23,7 +23,6 @@ from deltawire.live.release.next_decision import (
     decide_next,
     next_candidate,
 )
-from deltawire.live.release.outcomes import OutcomeReader, SettledAnswer
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import known_trainer
@@ -68,8 +67,7 @@ class Releaser:
         self._bucket = bucket
         self._run = run
         self.by = by
-        self._records = LiveRecords(bucket)
-        self._reader = OutcomeReader(config.live)
+        self._outcomes = CanaryOutcomes(bucket, config.live)
         self._digests: dict[int, str] = {}
         self._restores = self.release.restore and config.midtrain is None
         self._searched = (-1, 0)
@@ -102,17 +100,13 @@ class Releaser:
             candidate=None if chosen is None else self.served(chosen),
             restored=restored,
             scores=scores,
-            outcomes=self.outcomes(now),
+            evidence=self.evidence(now),
             now=now,
         )
 
-    def outcomes(self, now: float) -> list[SettledAnswer]:
-        """Returns the settled answers of the canary that is under way."""
-        since, decision = self.log.canary_since(), self.log.newest
-        if since is None or decision is None:
-            return []
-        self._records.poll()
-        return self._reader.read(self._records, decision, since=since, now=now)
+    def evidence(self, now: float) -> Evidence | None:
+        """Returns what the canary that is under way has shown so far; None without one."""
+        return self._outcomes.poll(self.log, now)
 
     def served(self, version: int) -> ServedVersion:
         """Returns a committed version with its digest; raises `InputError` if there is none."""
@@ -246,8 +240,8 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
         "share": newest.share,
         "waits_for": newest.waits_for,
     }
-    if newest.share:
-        evidence = evidence_of(releaser.outcomes(now), releaser.release)
+    evidence = releaser.evidence(now)
+    if evidence is not None:
         state["outcomes"] = {
             f"{share:g}": {"candidate": mine, "serving": theirs}
             for share, (mine, theirs) in evidence.counts.items()

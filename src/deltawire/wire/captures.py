@@ -28,6 +28,9 @@ Kind = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
 for a signal that a detector found."""
 KINDS = ("accept", "reject", "thumbs", "score", "edit_distance", "kept_share")
 Source = Literal["client", "webhook", "detector"]
+Mark = Literal["refusal", "question", "hedging", "repetition"]
+FAILED = "error"
+"""The ``finish`` of an answer that a replica failed to give."""
 _Name = Annotated[str, Meta(max_length=MAX_TEXT)]
 _Finite = Annotated[float, Meta(ge=-1e9, le=1e9)]
 
@@ -38,10 +41,11 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``prompt`` and ``tokens`` are int32, ``logprobs`` (nats, of the full distribution at
     ``temperature``) float32, little-endian, as the engine stated them; ``spans`` are the versions
     that drew the tokens. An ``unusable`` answer says why it cannot be trained on, and then has no
-    tokens. ``task`` names the kind of request where the product knows it, ``cohort`` the group of
-    users that the product puts this one in. ``first_s`` and ``total_s`` are the seconds until the
-    first token and until the end. ``text`` is the redacted conversation as JSON, empty unless the
-    deployment keeps it. ``receipt`` is the signed receipt.
+    tokens; if ``finish`` is `FAILED`, the replica gave no answer. ``marks`` are properties of the
+    text (`deltawire.live.capture.marks`). ``task`` names the kind of request where the product
+    knows it, ``cohort`` the group of users that the product puts this one in. ``first_s`` and
+    ``total_s`` are the seconds until the first token and until the end. ``text`` is the redacted
+    conversation as JSON, empty unless the deployment keeps it. ``receipt`` is the signed receipt.
     """
 
     answer: Identity
@@ -68,6 +72,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     total_s: float = 0.0
     calls: int = 0
     broken_calls: int = 0
+    marks: Annotated[list[Mark], Meta(max_length=16)] = []
     text: bytes = b""
 
     @property

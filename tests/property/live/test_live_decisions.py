@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
+from deltawire.live.release.evidence import CanaryTests
 from deltawire.live.release.next_decision import (
     Situation,
     decide_by_hand,
@@ -27,9 +28,11 @@ STEPS = st.tuples(
 )
 
 
-def outcomes(share, mine, theirs, good, bad):
+def evidence(share, mine, theirs, good, bad):
     arms = [(CANDIDATE, float(good))] * mine + [(SERVING, float(bad))] * theirs
-    return [SettledAnswer(0.0, arm, share, True, {METRIC: value}) for arm, value in arms]
+    tests = CanaryTests(RELEASE)
+    tests.add(SettledAnswer(0.0, arm, share, True, {METRIC: value}) for arm, value in arms)
+    return tests.evidence()
 
 
 @settings(max_examples=150, deadline=None)
@@ -52,7 +55,7 @@ def test_any_two_deciders_keep_one_valid_series(steps):
                     newest=served,
                     candidate=None if chosen is None else ServedVersion(chosen, f"{chosen:032x}"),
                     scores=scores,
-                    outcomes=outcomes(share, *facts),
+                    evidence=evidence(share, *facts),
                     now=float(now),
                 )
                 decision = decide_next(log, RELEASE, situation, by="process")

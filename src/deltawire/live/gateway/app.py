@@ -61,6 +61,8 @@ MAX_REPORTS = 1000
 MAX_WEBHOOK_BYTES = 8 << 20
 MAX_ANSWER_BYTES = 64 << 20
 AT_ONCE = 16 << 10
+SERVER_ERROR = 500
+"""Statuses from this on are the replica's failures; lower ones answer what the client asked."""
 """A smaller piece goes into the empty buffer of a connection without waiting."""
 
 _FINAL = re.compile(rb'"finish_reason"\s*:\s*"|"choices"\s*:\s*\[\s*\]')
@@ -205,7 +207,13 @@ class _LiveExchange:
             raise
         except (aiohttp.ClientError, TimeoutError, CorruptError) as error:
             self._recorder.counts["broken"] += 1
+            if request.transport is not None and not request.transport.is_closing():
+                await self._failed(type(error).__name__)  # Else the client has left.
             return break_off(request, member, answer, error)
+
+    async def _failed(self, reason: str) -> None:
+        if self._served is not None:
+            await self._recorder.failed(self._served, reason)
 
     def _reader(self) -> AnswerReader | None:
         return AnswerReader() if self._served is not None and self._served.capture else None
@@ -225,6 +233,8 @@ class _LiveExchange:
     ) -> web.StreamResponse:
         data = await _read_answer(upstream)
         self._first_s = time.monotonic() - self._began
+        if upstream.status >= SERVER_ERROR:
+            await self._failed(f"status {upstream.status}")
         if self._served is None or upstream.status != 200:
             return web.Response(status=upstream.status, body=data, headers=headers)
         reader = self._reader()

@@ -28,6 +28,7 @@ import numpy as np
 
 from deltawire.errors import CorruptError
 from deltawire.live.capture.consent import ConsentRule
+from deltawire.live.capture.marks import marks_of
 from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.capture.redaction import Redaction
 from deltawire.live.capture.spool import Spool
@@ -42,7 +43,7 @@ from deltawire.live.gateway.requests import AskedAnswer
 from deltawire.private_files import private_folder, read_private, replace_private
 from deltawire.store import Bucket
 from deltawire.wire import keys
-from deltawire.wire.captures import Capture, Feedback, GatewayState, encode_row
+from deltawire.wire.captures import FAILED, Capture, Feedback, GatewayState, encode_row
 from deltawire.wire.decisions import Assignment, assign
 from deltawire.wire.objects import encode_json
 from deltawire.wire.receipts import MAX_SPANS, Receipt, hash_tokens, sign_receipt, spans_of
@@ -251,6 +252,24 @@ class Recorder:
             *(self._record(served, reader, c, version if known else None, first_s) for c in choices)
         )
 
+    async def failed(self, served: ServedRequest, reason: str) -> None:
+        """Stores that a replica failed to answer, so that failures of an arm count."""
+        self.counts["failed"] += 1
+        if not served.capture:
+            return
+        receipt = self._receipt(served, [], recorded=True)
+        row = _capture(
+            served,
+            AnswerReader(),
+            ChoiceTokens(finish=FAILED),
+            receipt,
+            self._sign(receipt),
+            f"the replica failed: {reason}"[:256],
+            0.0,
+        )
+        stored = await self._store(encode_row(row))
+        self._count(stored=stored, blocked=False, fault=row.unusable)
+
     async def _record(
         self,
         served: ServedRequest,
@@ -401,6 +420,7 @@ def _capture(
         total_s=receipt.at - served.began,
         calls=len(choice.calls),
         broken_calls=broken,
+        marks=marks_of("".join(choice.text), calls=len(choice.calls)),
     )
 
 

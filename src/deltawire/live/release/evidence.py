@@ -13,17 +13,21 @@ Stages need no share of α: each test continues over all stages.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deltawire.config.release import ReleaseConfig
-from deltawire.live.release.outcomes import METRIC, SettledAnswer, by_share
+from deltawire.live.release.outcomes import METRIC, SettledAnswer
 from deltawire.live.release.sequential_tests import (
     ArmDifference,
     AssignmentShare,
+    grouped_outcomes,
     log_threshold,
     payoffs,
 )
+from deltawire.wire.decisions import CANDIDATE
+
+SAME_SHARE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -104,33 +108,74 @@ class Evidence:
         return found
 
 
-def evidence_of(outcomes: Sequence[SettledAnswer], release: ReleaseConfig) -> Evidence:
-    """Returns the evidence of a canary's outcomes, in the order in which they settled."""
-    budget, stages = error_budget(release), by_share(outcomes, release.stages)
-    metric = ArmDifference(tolerance=-release.margin)
-    worse = ArmDifference(tolerance=0.0, sign=-1)
-    guardrails = {
-        str(name): ArmDifference(tolerance=most) for name, most in release.guardrails.items()
-    }
-    watched = {METRIC: [metric, worse]} | {name: [test] for name, test in guardrails.items()}
-    users = AssignmentShare()
-    for share, (mine, theirs) in sorted(stages.items()):
-        first = sum(one.first for one in mine), sum(one.first for one in theirs)
-        users.add(candidates=first[0], users=sum(first), share=share)
-        for name, tests in watched.items():
-            differences = payoffs(
-                [one.values[name] for one in mine], [one.values[name] for one in theirs], share
-            )
-            for test in tests:
-                test.add(differences)
-    return Evidence(
-        counts={share: (len(mine), len(theirs)) for share, (mine, theirs) in stages.items()},
-        log_sample_ratio=users.log_evidence,
-        log_sample_ratio_threshold=log_threshold(budget.sample_ratio),
-        metric=_finding(metric, budget.promotion),
-        worse=_finding(worse, budget.rollback),
-        guardrails={name: _finding(test, budget.guardrail) for name, test in guardrails.items()},
-    )
+class _StageOutcomes:
+    """The outcomes at one share: how many, and those that do not fill a payoff yet."""
+
+    def __init__(self) -> None:
+        self.counts = [0, 0]
+        self.first = [0, 0]
+        self.waiting: tuple[list[SettledAnswer], list[SettledAnswer]] = ([], [])
+
+
+class CanaryTests:
+    """The tests of one canary. Outcomes are added in the order in which they settled; only those
+    that wait for a payoff are kept.
+
+    Example::
+
+        tests = CanaryTests(release)
+        tests.add(outcomes)
+        tests.evidence().harmful()
+    """
+
+    def __init__(self, release: ReleaseConfig) -> None:
+        self._budget = error_budget(release)
+        self._stages = {share: _StageOutcomes() for share in release.stages}
+        self._metric = ArmDifference(tolerance=-release.margin)
+        self._worse = ArmDifference(tolerance=0.0, sign=-1)
+        self._guardrails = {
+            str(name): ArmDifference(tolerance=most) for name, most in release.guardrails.items()
+        }
+
+    def add(self, outcomes: Iterable[SettledAnswer]) -> None:
+        """Adds outcomes; those at a share that is no stage's are left out."""
+        for outcome in outcomes:
+            for share, stage in self._stages.items():
+                if abs(share - outcome.share) < SAME_SHARE:
+                    arm = int(outcome.arm != CANDIDATE)
+                    stage.counts[arm] += 1
+                    stage.first[arm] += outcome.first
+                    stage.waiting[arm].append(outcome)
+        watched = {METRIC: [self._metric, self._worse]}
+        watched |= {name: [test] for name, test in self._guardrails.items()}
+        for share, stage in self._stages.items():
+            sizes, (mine, theirs) = grouped_outcomes(share), stage.waiting
+            count = min(len(mine) // sizes[0], len(theirs) // sizes[1])
+            if not count:
+                continue
+            for name, tests in watched.items():
+                differences = payoffs(
+                    [one.values[name] for one in mine], [one.values[name] for one in theirs], share
+                )
+                for test in tests:
+                    test.add(differences)
+            del mine[: count * sizes[0]], theirs[: count * sizes[1]]
+
+    def evidence(self) -> Evidence:
+        """Returns what the outcomes so far say."""
+        budget, users = self._budget, AssignmentShare()
+        for share, stage in self._stages.items():
+            users.add(candidates=stage.first[0], users=sum(stage.first), share=share)
+        return Evidence(
+            counts={share: (one.counts[0], one.counts[1]) for share, one in self._stages.items()},
+            log_sample_ratio=users.log_evidence,
+            log_sample_ratio_threshold=log_threshold(budget.sample_ratio),
+            metric=_finding(self._metric, budget.promotion),
+            worse=_finding(self._worse, budget.rollback),
+            guardrails={
+                name: _finding(test, budget.guardrail) for name, test in self._guardrails.items()
+            },
+        )
 
 
 def _finding(test: ArmDifference, error_rate: float) -> DifferenceFinding:

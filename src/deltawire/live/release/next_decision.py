@@ -15,13 +15,12 @@ by when they looked, and one of each number wins. A user of this room reads `Dec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
-from deltawire.live.release.evidence import Evidence, evidence_of
-from deltawire.live.release.outcomes import SettledAnswer
+from deltawire.live.release.evidence import CanaryTests, Evidence
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.wire.decisions import RESTORES, UNDECIDED, Decision, ServedVersion, Verdict
 
@@ -32,7 +31,7 @@ Scores = Mapping[int, Mapping[str, float]]
 @dataclass(frozen=True, kw_only=True)
 class Situation:
     """The facts that a decision follows from: the ``newest`` version and the one of
-    `next_candidate`, with the digests of their manifests, held-out ``scores``, the ``outcomes``
+    `next_candidate`, with the digests of their manifests, held-out ``scores``, the ``evidence``
     of the canary that is under way, the version in which the trainer ``restored`` the one that
     serves since a rollback, and the time in seconds since 1970."""
 
@@ -40,7 +39,7 @@ class Situation:
     candidate: ServedVersion | None = None
     restored: ServedVersion | None = None
     scores: Scores = field(default_factory=dict)
-    outcomes: Sequence[SettledAnswer] = ()
+    evidence: Evidence | None = None
     now: float
 
 
@@ -89,7 +88,8 @@ def decide_next(
         return None
     if not before.share:
         return _pass_gate(before, release, situation, make)
-    return _go_on(before, release, evidence_of(situation.outcomes, release), make)
+    evidence = situation.evidence or CanaryTests(release).evidence()
+    return _go_on(before, release, evidence, make)
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from deltawire.config.live import DEFAULT_REWARDS, LiveConfig
 from deltawire.config.release import ReleaseConfig
-from deltawire.live.learning.records import LiveRecords
 from deltawire.live.learning.rewards import TERMS, OwnReward, RewardRules, values_of
-from deltawire.wire.captures import Capture
+from deltawire.wire.captures import FAILED, Capture, Feedback, Mark
 from deltawire.wire.decisions import CANDIDATE, Decision
 from deltawire.wire.receipts import SERVING
 
 METRIC = "metric"
 """The name of the deciding metric, next to the names of guardrails."""
-SAME_SHARE = 1e-9
 
 
 def _touches(name: str, answer: Capture, release: ReleaseConfig) -> bool:
     """Return whether an answer touches a guardrail that follows from the answer itself."""
+    if name == "error":
+        return answer.finish == FAILED
+    if name in get_args(Mark):
+        return name in answer.marks
     if name == "slow":
         return answer.first_s > release.slow_s
     if name == "broken_call":
@@ -76,13 +79,13 @@ def scale_of(live: LiveConfig) -> OutcomeScale:
     return OutcomeScale(low, high)
 
 
-class OutcomeReader:
-    """Computes outcomes from records, by the rules of one run.
+class OutcomeRules:
+    """Computes the values of answers by the rules of one run.
 
     Example::
 
-        reader = OutcomeReader(config.live)
-        reader.read(records, decision, since=series.canary_since(), now=time.time())
+        rules = OutcomeRules(config.live)
+        rules.values(answer, reports)
     """
 
     def __init__(self, live: LiveConfig) -> None:
@@ -96,43 +99,23 @@ class OutcomeReader:
         metric = live.release.metric
         self._kinds = counted if metric == "reward" else counted | {metric}
 
-    def read(
-        self, records: LiveRecords, decision: Decision, *, since: float, now: float
-    ) -> list[SettledAnswer]:
-        """Returns the settled outcomes of the answers to users that the ``decision``'s canary
-        assigned to an arm at random ``since`` its first decision, the earliest settled first; by
-        unit of `ReleaseConfig`. An answer that another version than its arm's drew is left out: if
-        that happens to one arm more than to the other, the sample ratio shows it.
-        """
-        if decision.candidate is None:
-            return []
-        versions = {
-            CANDIDATE: decision.candidate.version,
-            SERVING: decision.serving.version,
-        }
-        after_s, found = self._release.outcome_after_s, []
-        for answer in records.answers.values():
-            share = answer.propensity if answer.arm == CANDIDATE else 1 - answer.propensity
-            if not 0 < share < 1 or not answer.user or answer.arm not in versions:
-                continue
-            if not since <= answer.at <= now - after_s:
-                continue
-            if any(version != versions[answer.arm] for version, _ in answer.spans):
-                continue
-            found.append((answer.at + after_s, answer.answer, share, answer))
-        found.sort(key=lambda one: one[:2])
-        outcomes, seen = [], set[str]()
-        for settled, _, share, answer in found:
-            first = answer.user not in seen
-            seen.add(answer.user)
-            if first or self._release.unit == "answer":
-                values = self._values(answer, records)
-                outcomes.append(SettledAnswer(settled, answer.arm, share, first, values))
-        return outcomes
+    def assigned(self, answer: Capture, decision: Decision) -> float | None:
+        """Returns the candidate's share when an answer of the ``decision``'s canary was assigned to
+        its arm at random; None for any other answer, and for one that another version than its
+        arm's drew: if that happens to one arm more than to the other, the sample ratio shows it."""
+        versions = {SERVING: decision.serving.version}
+        if decision.candidate is not None:
+            versions[CANDIDATE] = decision.candidate.version
+        share = answer.propensity if answer.arm == CANDIDATE else 1 - answer.propensity
+        if not 0 < share < 1 or not answer.user or answer.arm not in versions:
+            return None
+        drawn = {version for version, _ in answer.spans}
+        return share if drawn <= {versions[answer.arm]} else None
 
-    def _values(self, answer: Capture, records: LiveRecords) -> dict[str, float]:
+    def values(self, answer: Capture, reports: Iterable[Feedback]) -> dict[str, float]:
+        """Returns the values of a settled answer: `METRIC`, and 1 for each guardrail that it
+        touched."""
         until = answer.at + self._release.outcome_after_s
-        reports = records.reports.get(answer.answer, {}).values()
         values = values_of(report for report in reports if report.received <= until)
         if self._release.metric == "reward":
             reward = self._rules.reward(values, answer, self._own)
@@ -147,17 +130,3 @@ class OutcomeReader:
                 touched = _touches(name, answer, self._release)
             found[name] = float(touched)
         return found
-
-
-Stages = dict[float, tuple[list[SettledAnswer], list[SettledAnswer]]]
-"""The candidate's and the serving version's answers at each share."""
-
-
-def by_share(outcomes: Iterable[SettledAnswer], shares: Iterable[float]) -> Stages:
-    """Returns the outcomes of each stage: the candidate's and the serving version's."""
-    stages: Stages = {share: ([], []) for share in shares}
-    for outcome in outcomes:
-        for share, arms in stages.items():
-            if abs(share - outcome.share) < SAME_SHARE:
-                arms[outcome.arm != CANDIDATE].append(outcome)
-    return stages

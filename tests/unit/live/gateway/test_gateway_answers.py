@@ -1,14 +1,17 @@
 """Answers with receipts: whole and streamed, captured and not."""
 
 import asyncio
+import contextlib
 import json
 
+import aiohttp
 import openai
 import pytest
 from live_gateway import ADMIN, PROMPT, SIGNER, TOKEN, WORDS, live_serving, published
 
 from deltawire.live.feedback.client import RECEIPT_HEADER, receipt_of
 from deltawire.testing.tiny import start_run
+from deltawire.wire.captures import FAILED
 from deltawire.wire.receipts import hash_tokens, read_receipt
 
 
@@ -206,6 +209,21 @@ def test_an_error_of_the_replica_is_passed_on_without_a_receipt(serve):
         status, data, headers = await at.ask()
         assert (status, json.loads(data)) == (400, {"error": {"message": "no"}})
         assert RECEIPT_HEADER not in headers
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(("mode", "stream"), [("fail", False), ("fail", True), ("break", True)])
+def test_an_answer_that_a_replica_failed_to_give_is_recorded(serve, mode, stream):
+    async def scenario(at):
+        at.fake.mode = mode
+        with contextlib.suppress(aiohttp.ClientError):
+            status, _, headers = await at.ask(stream=stream)
+            assert (status, RECEIPT_HEADER in headers) == (500, False)
+        (row,), _ = await at.uploaded()
+        assert (row.finish, row.arm, row.tokens) == (FAILED, "serving", b"")
+        assert "the replica failed" in row.unusable
+        assert at.recorder.counts["failed"] == 1
 
     serve(scenario)
 

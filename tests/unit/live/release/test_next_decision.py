@@ -6,7 +6,7 @@ import pytest
 
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
-from deltawire.live.release.evidence import planned_answers
+from deltawire.live.release.evidence import CanaryTests, planned_answers
 from deltawire.live.release.next_decision import (
     Situation,
     decide_by_hand,
@@ -49,9 +49,16 @@ def series_of(bucket=None):
     return series
 
 
-def step(series, release=RELEASE, **facts):
+def evidence_from(outcomes, release):
+    tests = CanaryTests(release)
+    tests.add(outcomes)
+    return tests.evidence()
+
+
+def step(series, release=RELEASE, outcomes=(), **facts):
     facts = {"newest": NEW, "scores": EVEN, "now": 100.0 + series.next_number} | facts
-    decision = decide_next(series, release, Situation(**facts), by="g0")
+    situation = Situation(evidence=evidence_from(outcomes, release), **facts)
+    decision = decide_next(series, release, situation, by="g0")
     if decision is not None:
         assert series.append(decision)
     return decision

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from deltawire.config.release import ReleaseConfig
+from deltawire.config.release import DEFAULT_GUARDRAILS, ReleaseConfig
 from deltawire.live.release.evidence import error_budget
 from deltawire.live.release.sequential_tests import (
     ArmDifference,
@@ -110,7 +110,7 @@ def test_the_sample_ratio_alarms_rarely_without_a_mismatch():
 
 def test_the_error_rate_is_spent_once():
     budget = error_budget(ReleaseConfig())
-    assert budget.rollback + 4 * budget.guardrail == pytest.approx(0.05)
+    assert budget.rollback + len(DEFAULT_GUARDRAILS) * budget.guardrail == pytest.approx(0.05)
     assert budget.promotion == 0.05
     alone = error_budget(ReleaseConfig(guardrails={}))
     assert alone.rollback == 0.05

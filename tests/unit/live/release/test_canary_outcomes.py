@@ -1,0 +1,179 @@
+"""Outcomes of a canary: each answer once, when it has settled, in bounded memory."""
+
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+from live_answers import NOW, answer, config_of, report
+
+from deltawire.config.release import DEFAULT_GUARDRAILS
+from deltawire.live.release.canary_outcomes import LATE_S, CanaryOutcomes
+from deltawire.live.release.outcomes import METRIC, OutcomeRules
+from deltawire.runtime.decision_log import DecisionLog
+from deltawire.store import open_bucket
+from deltawire.wire import keys
+from deltawire.wire.captures import FAILED, Capture, encode_row, encode_segment
+from deltawire.wire.decisions import CANDIDATE, Decision, ServedVersion
+from deltawire.wire.receipts import SERVING
+
+OLD, NEW = ServedVersion(0, "0" * 32), ServedVersion(2, "2" * 32)
+RELEASE = {"stages": [0.5], "outcome_after_s": 60.0, "slow_s": 5.0, "long_tokens": 8}
+GATEWAY = "g0"
+
+
+class Canary:
+    """A bucket whose newest decision is a canary at a share of 0.5."""
+
+    def __init__(self, **release):
+        self.bucket = open_bucket("memory://", create=True)
+        self.config = config_of(release={**RELEASE, **release})
+        self.log = DecisionLog(self.bucket, "1" * 32)
+        self.numbers = {Capture: itertools.count(), None: itertools.count()}
+        self.outcomes = CanaryOutcomes(self.bucket, self.config.live)
+
+    def decide(self, verdict, serving=OLD, candidate=None, **facts):
+        number = self.log.next_number
+        decision = Decision(
+            number=number, run="1" * 32, verdict=verdict, serving=serving, candidate=candidate,
+            at=NOW - 100, by="ann", **facts,
+        )  # fmt: skip
+        assert self.log.append(decision)
+
+    def begin(self):
+        self.decide("serve")
+        self.decide("gate", candidate=NEW)
+        self.decide("canary", candidate=NEW, share=0.5, salt="s")
+        return self
+
+    def put(self, *rows):
+        captures = [row for row in rows if isinstance(row, Capture)]
+        for kind, some, key in (
+            (Capture, captures, keys.live_captures),
+            (None, [row for row in rows if row not in captures], keys.live_feedback),
+        ):
+            if some:
+                number = next(self.numbers[kind])
+                data = encode_segment(GATEWAY, number, [encode_row(row) for row in some])
+                self.bucket.create(key(GATEWAY, number), data)
+
+    def poll(self, now):
+        return self.outcomes.poll(self.log, now)
+
+    def held(self):
+        return len(self.outcomes.records.answers), len(self.outcomes.records.reports)
+
+
+def shown(number, arm=CANDIDATE, *, propensity=0.5, **changes):
+    """An answer of the canary."""
+    version = NEW.version if arm == CANDIDATE else OLD.version
+    spans = [(version, changes.get("tokens", 4))]
+    return answer(number, arm=arm, propensity=propensity, **{"spans": spans} | changes)
+
+
+def counts(evidence):
+    return evidence.counts[0.5]
+
+
+def test_an_answer_counts_once_when_it_has_settled():
+    canary = Canary(metric="accept").begin()
+    canary.put(shown(1), shown(2, SERVING), report(1))
+    assert counts(canary.poll(NOW + 59)) == (0, 0)
+    assert canary.held() == (2, 1)
+    canary.put(report(2, "reject"), shown(1))  # The second row of an answer, from a crash.
+    assert counts(canary.poll(NOW + 60)) == (1, 1)
+    assert canary.held() == (0, 0)
+    canary.put(shown(2, SERVING), report(2, "accept"))
+    assert counts(canary.poll(NOW + 3600)) == (1, 1)
+    assert canary.poll(NOW + 3600).metric.difference == pytest.approx(1.0)
+
+
+def test_looking_often_changes_nothing():
+    rng = np.random.default_rng(0)
+    often, once = Canary().begin(), Canary().begin()
+    for number in range(60):
+        arm = CANDIDATE if rng.random() < 0.5 else SERVING
+        rows = [shown(number, arm, at=NOW + number)]
+        if rng.random() < 0.7:
+            rows.append(report(number, at=NOW + number))
+        for canary in (often, once):
+            canary.put(*rows)
+        often.poll(NOW + number)
+    last = often.poll(NOW + 1000), once.poll(NOW + 1000)
+    assert last[0].counts == last[1].counts
+    assert last[0].figures() == pytest.approx(last[1].figures())
+    assert sum(counts(last[0])) == 60
+
+
+def test_rows_of_others_are_not_kept():
+    canary = Canary().begin()
+    canary.put(
+        *(answer(number) for number in range(50)),  # Nobody was assigned at random.
+        shown(50, at=NOW - 200),
+        shown(51, spans=[(1, 4)]),
+        shown(52, user=""),
+    )
+    canary.poll(NOW + 10)
+    assert canary.held() == (0, 0)
+    canary.put(report(1), report(53))
+    canary.poll(NOW + 10)
+    assert canary.held() == (0, 2), "their answers may come"
+    canary.poll(NOW + 61 + LATE_S)
+    assert canary.held() == (0, 0)
+
+
+def test_rows_that_came_before_the_decision_was_known_are_read_again():
+    canary = Canary()
+    canary.decide("serve")
+    canary.outcomes.records.poll()
+    canary.put(shown(1))
+    canary.outcomes.records.poll()
+    canary.decide("gate", candidate=NEW)
+    canary.decide("canary", candidate=NEW, share=0.5, salt="s")
+    assert counts(canary.poll(NOW + 100)) == (1, 0)
+    canary.decide("rollback", candidate=NEW)
+    assert canary.poll(NOW + 100) is None
+
+
+def test_each_users_first_answer_counts_unless_answers_do():
+    for unit, wanted in (("user", (1, 0)), ("answer", (2, 0))):
+        canary = Canary(unit=unit).begin()
+        canary.put(shown(1, user="a" * 32), shown(2, user="a" * 32, at=NOW + 1))
+        assert counts(canary.poll(NOW + 100)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("error", {"finish": FAILED}),
+        ("slow", {"first_s": 6.0}),
+        ("broken_call", {"broken_calls": 1}),
+        ("cut_off", {"finish": "length"}),
+        ("long", {"tokens": 9, "logprobs": np.zeros(9, "<f4").tobytes()}),
+        ("refusal", {"marks": ["refusal"]}),
+        ("question", {"marks": ["question"]}),
+        ("hedging", {"marks": ["hedging"]}),
+        ("repetition", {"marks": ["repetition"]}),
+    ],
+)
+def test_each_guardrail_has_its_answers(name, changes):
+    rules = OutcomeRules(Canary().config.live)
+    assert set(rules.values(shown(1), [report(1)])) == {METRIC, *DEFAULT_GUARDRAILS}
+    before = rules.values(shown(1), [report(1)])
+    found = rules.values(shown(1, **changes), [report(1)])
+    assert {key for key in found if found[key] != before[key]} == {name}
+    assert rules.values(shown(1), [])["silent"] == 1.0
+
+
+def test_a_guardrail_that_rises_rolls_back_by_its_name():
+    canary = Canary().begin()
+    rng = np.random.default_rng(1)
+    for number in range(800):
+        arm = CANDIDATE if rng.random() < 0.5 else SERVING
+        asks = arm == CANDIDATE and rng.random() < 0.4
+        row = shown(number, arm, at=NOW + number / 100)
+        canary.put(msgspec.structs.replace(row, marks=["question"] if asks else []))
+        canary.put(report(number, at=NOW))
+    evidence = canary.poll(NOW + 1000)
+    assert evidence.harmful() == ["question"]
+    assert evidence.figures()["difference_question"] == pytest.approx(0.4, abs=0.1)
