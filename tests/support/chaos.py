@@ -64,7 +64,7 @@ samples = 1
 [faults]
 silence_s = 14
 stall_s = 20
-long_s = 60
+long_s = 180
 """
 RATES = {
     "refuse": 0.01,
