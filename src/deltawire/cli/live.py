@@ -85,8 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
             once=arguments.once,
             report=lambda one: None if arguments.json else print(line_of(one), flush=True),  # noqa: T201
         )
-        if arguments.json:
-            print(json.dumps(state))  # noqa: T201
+        _show(state, as_json=arguments.json)
         return exit_code(state)
     if action in ("promote", "hold", "rollback"):
         _show(take_decision(arguments.run, action, options), as_json=arguments.json)

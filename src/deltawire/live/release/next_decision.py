@@ -254,8 +254,10 @@ def decide_by_hand(
         return held
     if verdict == "promote":
         chosen = target or candidate
-        if chosen is None or chosen == before.serving:
+        if chosen is None:
             raise InputError("there is no candidate to promote", hint="name one: --version N")
+        if chosen == before.serving:
+            raise InputError(f"version {chosen.version} serves already")
         return make.decision("promote", chosen, reason=reason or "promoted by hand")
     if candidate is not None and target is None:
         return make.decision(
@@ -265,6 +267,7 @@ def decide_by_hand(
     chosen = target or (earlier.serving if earlier else None)
     if chosen is None or chosen == before.serving:
         raise InputError(
-            "no other version served before", hint="name the version to restore: --version N"
+            "no version with other weights served before",
+            hint="name the version to restore: --version N",
         )
     return make.decision("rollback", chosen, before.serving, reason=reason or "rolled back by hand")

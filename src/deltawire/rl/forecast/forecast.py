@@ -183,8 +183,9 @@ def forecast_of(curve: Curve) -> Forecast:
     measurements."""
     fit = curve.fit()
     last = curve.points[-1]
-    start, plateau = fit.best["start"], fit.best["plateau"]
-    now = fit.at(last.compute)
+    start = fit.best["start"]
+    now, plateau = Range.of(fit.at(last.compute)), Range.of(fit.plateau)
+    way = plateau.median - start
     reach = np.linspace(0.0, 2.0 * last.compute, BAND_POINTS)
     return Forecast(
         measure=curve.measure,
@@ -193,11 +194,11 @@ def forecast_of(curve: Curve) -> Forecast:
         compute=last.compute,
         points=len(curve.points),
         value=last.value,
-        now=Range.of(now),
-        plateau=Range.of(fit.plateau),
+        now=now,
+        plateau=plateau,
         doubled=Range.of(fit.at(2 * last.compute)),
         gain=Range.of(fit.gain(2.0)),
-        reached=(now.median - start) / (plateau - start) if plateau > start else 1.0,
+        reached=min(max((now.median - start) / way, 0.0), 1.0) if way > 0 else 1.0,
         start=start,
         midpoint=fit.best["midpoint"],
         steepness=fit.best["steepness"],

@@ -197,9 +197,11 @@ def test_a_person_decides():
     series.append(decide_by_hand(series, "promote", by="ann", now=0.0, target=OLD))
     with pytest.raises(InputError, match="no candidate to promote"):
         decide_by_hand(series, "promote", by="ann", now=0.0)
+    with pytest.raises(InputError, match=f"version {OLD.version} serves already"):
+        decide_by_hand(series, "promote", by="ann", now=0.0, target=OLD)
     with pytest.raises(InputError, match="no candidate to hold"):
         decide_by_hand(series, "hold", by="ann", now=0.0)
-    with pytest.raises(InputError, match="no other version"):
+    with pytest.raises(InputError, match="no version with other weights"):
         decide_by_hand(series, "rollback", by="ann", now=0.0)
     series.append(decide_by_hand(series, "promote", by="ann", now=1.0, target=NEW))
     back = decide_by_hand(series, "rollback", by="ann", now=2.0, reason="complaints")

@@ -155,6 +155,13 @@ def test_a_forecast_of_a_run_and_its_second_half():
     assert found.band[-1].compute == 2 * found.compute
 
 
+def test_a_curve_that_never_rose_is_not_near_its_plateau():
+    steps = [step(version, reward=0.0) for version in range(1, 17)]
+    found = forecast_of(read_curve(steps, CONFIG, measure="reward", unit="tokens"))
+    assert found.plateau.high > 0.5, "it may still rise"
+    assert found.reached < 0.1
+
+
 def test_a_fall_is_named():
     events = events_of_run()
     fallen = [evaluated(version, 0.3) for version in (65, 70, 75)]
