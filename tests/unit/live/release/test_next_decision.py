@@ -230,5 +230,5 @@ def test_a_restored_version_serves_by_its_new_number():
     assert (forward.verdict, forward.serving, forward.share) == ("promote", same, 0.0)
     assert series.restores() == {7: 3}
     assert next_candidate(series, RELEASE, newest=7, scores=EVEN, now=1e9) is None
-    with pytest.raises(InputError, match="no other version served before"):
+    with pytest.raises(InputError, match="no version with other weights served before"):
         decide_by_hand(series, "rollback", by="ann", now=0.0)
