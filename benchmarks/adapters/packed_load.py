@@ -1,7 +1,8 @@
 """``load_peak_over_packed``: memory while a bf16 directory is read and packed, tensor by tensor.
 
-The directory is written by a process that has ended, and read by this one. The peak is that of
-anonymous memory, sampled each millisecond: pages of the mapped file are the kernel's to drop.
+The directories are written by a process that has ended, and read by this one: first a tiny one, so
+that the memory of imported modules does not count. The peak is that of anonymous memory, sampled
+each millisecond: pages of the mapped file are the kernel's to drop.
 """
 
 from __future__ import annotations
@@ -24,32 +25,38 @@ from deltawire.config import AdapterConfig
 from deltawire.export.adapter import load_adapted
 
 LAYERS, EXPERTS, HIDDEN, INNER = 2, 128, 1024, 512
+TINY = (1, 8, 64, 64)
 
 
-def config() -> Any:
+def config(layers: int, experts: int, hidden: int, inner: int) -> Any:
     """A small vocabulary and few heads: nearly all weights are experts."""
     settings: Any = transformers.Qwen3MoeConfig
     return settings(
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        moe_intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        moe_intermediate_size=inner,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=64,
         vocab_size=300,
-        num_experts=EXPERTS,
+        num_experts=experts,
         num_experts_per_tok=8,
         dtype="bfloat16",
     )
 
 
 def write(folder: Path, seed: int) -> None:
-    """Writes a model with drawn weights."""
+    """Writes a model with drawn weights, and a tiny one, in folders of ``folder``."""
+    _write(folder / "tiny", seed, TINY)
+    _write(folder / "model", seed, (LAYERS, EXPERTS, HIDDEN, INNER))
+
+
+def _write(folder: Path, seed: int, sizes: tuple[int, int, int, int]) -> None:
     torch.manual_seed(seed)
     auto: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model = auto.from_config(config(), dtype=torch.bfloat16)
+        model = auto.from_config(config(*sizes), dtype=torch.bfloat16)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,10 +73,11 @@ def measure(options: Options) -> Measured:
             [sys.executable, "-c", code, place, str(options.seed)], check=True
         )
         adapter = AdapterConfig(kind="lora", rank=8, targets=["experts"], packed="int4-g32")
+        load_adapted(Path(place, "tiny"), adapter, seed=0)
         before = anonymous()
         started = time.perf_counter()
         with peak_of() as peak:
-            model = load_adapted(Path(place), adapter, seed=0)
+            model = load_adapted(Path(place, "model"), adapter, seed=0)
         seconds = time.perf_counter() - started
     held = sum(one.nbytes for one in model.parameters())
     plain = sum(2 * LAYERS * EXPERTS * size for size in (2 * HIDDEN * INNER, HIDDEN * INNER))

@@ -53,7 +53,8 @@ heldout = 1
 path = "rows.jsonl"
 answer = "answer"
 [evaluate]
-every = 0
+every = 3
+samples = 1
 """
 
 
@@ -112,4 +113,5 @@ def test_two_adapters_train_on_tasks_of_their_own(tmp_path: Path) -> None:
         assert len(consumed) == len(set(consumed)) == 2 * VERSIONS
         families[name] = {read_group(place, *key)[0].task for key in consumed}
         assert Digest.from_hex(status.digest) != Digest(0, 0)
+    assert report["heldout_sets"].keys() == {"sums", "echo"}, "each was evaluated at the end"
     assert families["sums"].isdisjoint(families["echo"])

@@ -151,9 +151,6 @@ class AdapterLineConfig(AdapterConfig, frozen=True, kw_only=True):
 
     Example::
 
-        [evaluate]
-        every = 0
-
         [[train.adapters]]
         name = "math"
         rank = 8

@@ -242,8 +242,6 @@ def _lines_fault(config: RunConfig) -> tuple[str, str] | None:
         return "are published as they are", 'set train.exporter = "bf16"'
     if max(train.ranks, train.replicate, train.tensor_parallel, train.expert_parallel) > 1:
         return "are trained by one process", "set train.ranks = 1"
-    if config.evaluate.every:
-        return "are not evaluated by the run", "set evaluate.every = 0"
     if config.reference_mode not in ("none", "adapter_off"):
         return "have the base as reference", 'set reference.mode = "auto"'
     return None

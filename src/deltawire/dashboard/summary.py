@@ -193,7 +193,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     probes: ProbeFigures | None = None
     settings_changed: list[ChangedSetting] = []
     heldout_sets: dict[str, HeldoutScore] = {}
-    """The newest evaluation of each named set."""
+    """The newest evaluation of each named set, and of each of several adapters."""
     heldout_loss: HeldoutLosses | None = None
     heldout_budgets: dict[int, list[BudgetScore]] = {}
     """By version, accuracy over thinking budgets."""

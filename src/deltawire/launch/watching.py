@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 
@@ -20,15 +21,16 @@ from deltawire.dashboard.state import RunState
 from deltawire.dashboard.summary import FrozenBase, Summary, WorkerVerdict, summarize
 from deltawire.display import redact, safe_line
 from deltawire.errors import CorruptError, DeltawireError, RetryError
-from deltawire.events import Event, Life, Span
+from deltawire.events import Evaluated, Event, HeldoutScore, Life, Span
 from deltawire.reward_monitor.watch import ProbeFigures, figures_of, read_probes
 from deltawire.rl.evaluate.attestation import Attestation
 from deltawire.rl.evaluate.audit import audit_consumption
-from deltawire.runtime.event_tail import EventFeed, EventTail
+from deltawire.runtime.event_tail import EventFeed, EventTail, events_of
 from deltawire.runtime.lines import line_bucket
 from deltawire.store import Bucket
 from deltawire.sync import read_run
 from deltawire.sync.chain.base_statement import read_base
+from deltawire.wire.roles import EVALUATOR_ROLE
 
 TICK_S = 0.25
 LINE_EVERY_S = 5.0
@@ -144,7 +146,7 @@ def summary_of(
     audit = audit_consumption(bucket)
     for one in config.train.adapters:
         audit = audit.plus(audit_consumption(line_bucket(bucket, one.name)))
-    return summarize(
+    summary = summarize(
         watcher.state,
         workers=[
             WorkerVerdict(
@@ -169,6 +171,26 @@ def summary_of(
             "shape": str(config.shape.get("name", "")),
         },
     )
+    sets = summary.heldout_sets | line_scores(config, bucket)
+    return msgspec.structs.replace(summary, heldout_sets=sets)
+
+
+def line_scores(config: RunConfig, bucket: Bucket) -> dict[str, HeldoutScore]:
+    """Reads the newest evaluation of each of several adapters, by name."""
+    found = {}
+    for one in config.train.adapters:
+        events = events_of(line_bucket(bucket, one.name), EVALUATOR_ROLE)
+        scores = [event for event in events if isinstance(event, Evaluated)]
+        if scores:
+            newest = max(scores, key=lambda event: event.version)
+            found[one.name] = HeldoutScore(
+                accuracy=newest.accuracy,
+                greedy=newest.greedy,
+                reward=newest.reward or 0.0,
+                samples=newest.samples,
+                problems=newest.problems,
+            )
+    return found
 
 
 def _frozen_base(bucket: Bucket) -> FrozenBase | None:

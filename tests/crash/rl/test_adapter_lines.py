@@ -17,14 +17,18 @@ from heartbeats import put_heartbeat
 from deltawire.cli.main import main
 from deltawire.config import BuildConfig, RunConfig, parse_config
 from deltawire.errors import InputError
+from deltawire.events import Evaluated
 from deltawire.export.adapter import PREFIX, adapter_off, load_adapted
 from deltawire.export.lines import open_base
 from deltawire.export.models import load_model, save_model
 from deltawire.export.peft_directory import load_peft
 from deltawire.export.source import open_source
+from deltawire.launch.watching import line_scores
+from deltawire.rl.evaluate.evaluator import run_evaluator
 from deltawire.rl.trainer.bootstrap import start_lines
 from deltawire.rl.trainer.lines import LinesTrainer
 from deltawire.rl.trainer.verify_training import verify_training
+from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, open_bucket
@@ -204,6 +208,31 @@ def test_a_penalty_is_held_against_the_base_without_the_adapter(tmp_path, adapte
         assert verify_training(place).exact
     without = config_of(tmp_path, adapters)
     assert without.reference_mode == "none"
+
+
+def evaluations(bucket: Bucket, line: str) -> list[Evaluated]:
+    found = events_of(line_bucket(bucket, line), "evaluator")
+    return [event for event in found if isinstance(event, Evaluated)]
+
+
+def test_each_line_is_evaluated_once_a_version_that_is_due(tmp_path):
+    config = config_of(tmp_path)
+    config = msgspec.structs.replace(
+        config,
+        task=msgspec.structs.replace(config.task, heldout=2),
+        evaluate=msgspec.structs.replace(config.evaluate, every=2, samples=1),
+    )
+    bucket = start(tmp_path, config)
+    train(bucket, config)
+    for _ in range(2):  # A second evaluator finds nothing left to measure.
+        process = Process(bucket, "evaluator", "evaluator", supervised=False)
+        with process.registered():
+            run_evaluator(process)
+        for line in ("math", "words"):
+            assert [one.version for one in evaluations(bucket, line)] == [0, 2, VERSIONS]
+            assert {one.problems for one in evaluations(bucket, line)} == {2}
+    assert not [one for one in events_of(bucket, "evaluator") if isinstance(one, Evaluated)]
+    assert line_scores(config, bucket).keys() == {"math", "words"}
 
 
 def test_a_line_over_another_base_is_refused(tmp_path):

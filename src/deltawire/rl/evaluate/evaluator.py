@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from statistics import fmean
 
 from deltawire.config import RunConfig
@@ -18,8 +19,9 @@ from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy, swap
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import known_trainer
+from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
-from deltawire.sync import Follower
+from deltawire.wire.run import Run
 
 
 async def measure(
@@ -95,48 +97,100 @@ def evaluated_versions(process: Process) -> set[int]:
 
 def run_evaluator(process: Process) -> None:
     """Runs an evaluator process, which follows every version and measures those that are due and
-    the last."""
+    the last; of a run of several adapters, those of each line."""
     started = time.time()
     process.record_life("started")
     run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
     process.heartbeat.faults = config.faults
-    with process.heartbeat.long_task("start"):
-        done = evaluated_versions(process)
-        served, steps = serve_policy(
+    with ExitStack() as stack:
+        with process.heartbeat.long_task("start"):
+            if config.train.adapters:
+                names = [one.name for one in config.train.adapters]
+                waiting = {name: _open_line(process, name, stack) for name in names}
+            else:
+                beat = process.heartbeat.progress
+                waiting = {"": _HeldoutFollower(process, run, config, stack, beat=beat)}
+        process.events.span("start", started)
+        while waiting and not process.stopping:
+            process.heartbeat.progress("wait")
+            began = process.events.now()
+            moved = False
+            for name, one in list(waiting.items()):
+                one.measure()
+                if one.is_last:
+                    del waiting[name]
+                else:
+                    began = process.events.now()
+                    moved |= one.swap()
+            if waiting and not moved:
+                process.wait(process.bucket.poll_s)
+                process.events.span("wait", began)
+    process.record_life("stopped")
+
+
+def _open_line(process: Process, name: str, stack: ExitStack) -> _HeldoutFollower:
+    """Opens a version line of the run, over the base that all of them share in this process."""
+    place = line_bucket(process.bucket, name, create=True)
+    own = process.in_line(place)
+    stack.enter_context(own.registered())
+    run, config = open_run(place, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    own.heartbeat.faults = config.faults
+    own.record_life("started")
+    stack.callback(own.record_life, "stopped")
+
+    def beat(activity: str) -> None:
+        process.heartbeat.progress(activity)
+        own.heartbeat.progress(activity)
+
+    return _HeldoutFollower(own, run, config, stack, beat=beat)
+
+
+class _HeldoutFollower:
+    """Follows the versions of a run or line, and measures those that are due and the last.
+
+    ``stack`` ends what it starts; ``beat`` reports progress.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        run: Run,
+        config: RunConfig,
+        stack: ExitStack,
+        *,
+        beat: Callable[[str], None],
+    ) -> None:
+        self._process, self._config, self._beat = process, config, beat
+        self._done = evaluated_versions(process)
+        self._served, steps = serve_policy(
             process,
             run,
             config,
             engine="transformers",
             seed=config.seed,
             slots=config.evaluate.slots,
-            at=max(done, default=0),
+            at=max(self._done, default=0),
             stepwise=True,  # Every due version is measured, even if several arrive at once.
         )
-    follower = follow(steps, served)
-    follower.start()
-    process.events.span("start", started)
-    try:
-        _follow(process, config, served, follower, done)
-    finally:
-        follower.close()
-    process.record_life("stopped")
+        self._sets = named_sets(self._served, config)
+        self._follower = follow(steps, self._served)
+        self._follower.start()
+        stack.callback(self._follower.close)
+        self.is_last = False
+        """True once the run's last version is measured."""
 
-
-def _follow(
-    process: Process, config: RunConfig, served: ServedPolicy, follower: Follower, done: set[int]
-) -> None:
-    sets = named_sets(served, config)
-    while not process.stopping:
-        process.heartbeat.progress("wait")
+    def measure(self) -> None:
+        """Measures the live version if it is due and was not measured."""
+        process, served, config = self._process, self._served, self._config
+        self._beat("wait")
         version = served.live.version
         last = _is_last(process, version)
         every = config.evaluate.every
         due = last or (every > 0 and version % every == 0)
-        if due and version not in done:
+        if due and version not in self._done:
             began = process.events.now()
-            beat = process.heartbeat.progress
-            whole, named = asyncio.run(measure_all(served, config, sets, beat))
-            curve = asyncio.run(measure_budgets(served, config, beat))
+            whole, named = asyncio.run(measure_all(served, config, self._sets, self._beat))
+            curve = asyncio.run(measure_budgets(served, config, self._beat))
             ended = process.events.span("evaluate", began)
             process.events.record(
                 Evaluated(
@@ -156,14 +210,14 @@ def _follow(
             )
             process.events.flush()
             process.heartbeat.count_finished()
-            done.add(version)
-        if last:
-            return
-        began = process.events.now()
-        swap(served, follower, process)
-        if served.live.version == version:
-            process.wait(process.bucket.poll_s)
-            process.events.span("wait", began)
+            self._done.add(version)
+        self.is_last = last
+
+    def swap(self) -> bool:
+        """Moves to the next version if it is there; returns whether it moved."""
+        version = self._served.live.version
+        swap(self._served, self._follower, self._process)
+        return self._served.live.version != version
 
 
 def _is_last(process: Process, version: int) -> bool:
