@@ -136,6 +136,7 @@ def _standing(status: RunStatus) -> Iterator[Metric]:
     causes = _merged(status.failures)
     served = _merged(status.gateways)
     yield _gauge("gateways", "Counters and rates of the live gateways", ["counter"], served)
+    yield from _release(status)
     yield _gauge("failures", "Recent failures, by cause", ["cause"], causes)
     found = {(legible(i.worker, 80), legible(i.kind, 80)): i.count for i in status.incidents}
     named = [(labels, float(count)) for labels, count in found.items()][:MAX_LABELS]
@@ -143,6 +144,28 @@ def _standing(status: RunStatus) -> Iterator[Metric]:
     quarantined = len({one.worker for one in status.incidents if one.quarantined})
     yield _gauge("workers_quarantined", "Workers whose groups are refused", [], [((), quarantined)])
     yield _gauge("probe", "Probes that the reward does not see", ["probe"], _merged(status.probes))
+
+
+def _release(status: RunStatus) -> Iterator[Metric]:
+    """Metrics of the decisions about which version serves; none without decisions."""
+    release = status.release
+    if release is None:
+        return
+    undecided = release.candidate is not None and release.verdict != "rollback"
+    arms: list[tuple[tuple[str, ...], float | None]] = [
+        (("serving",), release.serving),
+        (("candidate",), release.candidate if undecided else None),
+    ]
+    text = "The version that serves live users, and the candidate"
+    yield _gauge("release_version", text, ["arm"], arms)
+    yield _gauge(
+        "release_share", "Share of users that see the candidate", [], [((), release.share)]
+    )
+    held = [((name,), release.waits_for == name) for name in ("data", "person")]
+    yield _gauge("release_held", "1 if the candidate waits", ["for"], held)
+    counts = [((name,), count) for name, count in sorted(release.decisions.items())]
+    text = "Decisions about which version serves, by verdict"
+    yield _gauge("release_decisions", text, ["verdict"], [*counts, (("void",), release.void)])
 
 
 def _merged(values: dict[str, float] | dict[str, int]) -> list[tuple[tuple[str, ...], float]]:

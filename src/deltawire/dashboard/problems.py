@@ -24,6 +24,12 @@ class RunProblem(msgspec.Struct, frozen=True, kw_only=True):
 def problems_of(status: RunStatus) -> list[RunProblem]:
     """Every problem that a status states, alarms first."""
     found = [RunProblem(severity="alarm", text=status.alarm)] if status.alarm else []
+    if status.release is not None and status.release.waits_for == "person":
+        words = f"the release is held for a person: {status.release.words}"
+        found.append(RunProblem(severity="warning", text=words))
+    if status.release is not None and status.release.void:
+        words = f"void decisions: {status.release.void}; see deltawire live status"
+        found.append(RunProblem(severity="warning", text=words))
     found += _silent(status.processes)
     found += [
         RunProblem(

@@ -335,6 +335,7 @@ def _figures(summary: Summary, state: RunState) -> str:
         ("Groups consumed", f"{summary.groups_consumed:,}"),
         *_proof(summary),
         *_base(summary),
+        *_restores(state),
         (BY_NAME["groups_dropped_total"].help, f"{summary.groups_dropped:,}"),
         *_policy_cost(summary.policy_cost),
     ]
@@ -434,6 +435,14 @@ def _proof(summary: Summary) -> list[tuple[str, str]]:
         ("· largest staleness of any token", f"{proof.staleness_max}{_mark(within)}"),
         ("· consumed twice", f"{proof.repeated}{_mark(not proof.repeated)}"),
         ("· lost", f"{proof.lost}{_mark(not proof.lost)}"),
+    ]
+
+
+def _restores(state: RunState) -> list[tuple[str, str]]:
+    """Renders rows on the versions that restore an earlier one after a rollback."""
+    return [
+        (f"Rollback {one.decision}, followed by the trainer", _safe(one.line, 300))
+        for _, one in sorted(state.restored.items())
     ]
 
 

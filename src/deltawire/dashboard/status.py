@@ -19,12 +19,14 @@ from deltawire.config import FaultsConfig, RunConfig, parse_config
 from deltawire.config.served import ServedPrecision, served_precision
 from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.figures import BY_NAME, recent, value, whole
+from deltawire.dashboard.release import ReleaseStatus, release_of
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.display import safe_line
 from deltawire.errors import CorruptError, InputError, ResyncError
 from deltawire.events import BudgetScore, Forecasted, HeldoutScore, Life, Role, SourceLoss
 from deltawire.reward_monitor.monitor import ProbeState
 from deltawire.reward_monitor.watch import describe_flag, excesses, flagged_in, read_probes
+from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_window import RecentEvents
 from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.store import Bucket
@@ -159,6 +161,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     gateways: dict[str, float] = {}
     """Totals of the counters of the run's gateways, and the mean rates of their detectors; empty
     without a gateway."""
+    release: ReleaseStatus | None = None
+    """Which version serves live users, and who decided it; null without decisions."""
 
 
 class Watch:
@@ -184,6 +188,7 @@ class Watch:
         self._events = RecentEvents(bucket, window_s)
         self._newest: int | None = None
         self._poller: VersionPoller | None = None
+        self._decisions: DecisionLog | None = None
 
     def poll(self) -> RunStatus:
         """Reads the run's current status.
@@ -238,6 +243,13 @@ class Watch:
         fresh = abs(self._clock() - found.at) <= FRESH_S and found.name == run.name
         return msgspec.structs.replace(found, bucket=self._bucket.url) if fresh else None
 
+    def _release(self, run: Run) -> ReleaseStatus | None:
+        """Reads new decisions about which version serves."""
+        if self._decisions is None or self._decisions.run != run.id:
+            self._decisions = DecisionLog(self._bucket, run.id)
+        self._decisions.poll()
+        return release_of(self._decisions)
+
     def _newest_version(self, run: Run, problems: list[str]) -> int | None:
         """The newest version that can be read; why a newer manifest cannot be is a problem."""
         if self._poller is None or self._poller.run.id != run.id:
@@ -285,6 +297,7 @@ class Watch:
             alarm=_no_progress(state),
             forecast=state.newest_forecast,
             gateways=_attempt(lambda: gateway_totals(self._bucket), problems) or {},
+            release=self._release(run),
         )
 
 

@@ -56,6 +56,8 @@ def view(status: RunStatus) -> RenderableType:
             for name, value in sorted(status.gateways.items())
         }
         parts += [Text(), _counts("gateways", counts)]
+    if status.release is not None:
+        parts += [Text(f"release: {legible(status.release.words, 300)}", "dim")]
     if status.probes:
         probes = {name: percent(value) for name, value in status.probes.items()}
         parts += [Text(), _counts("probes", probes)]

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deltawire.cli.main import main
 from deltawire.dashboard.exporter import MAX_LABELS, RunCollector, application, listen
+from deltawire.dashboard.release import ReleaseStatus
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.status import ProcessLine, RunStatus, Spread, StalenessSplit
 from deltawire.dashboard.trackers import Forwarder, TensorBoard, open_tracker
@@ -34,6 +35,21 @@ TOKEN = "t-o-k-e-n"
 
 STATUS = RunStatus(
     name="seen",
+    release=ReleaseStatus(
+        number=2,
+        verdict="canary",
+        serving=0,
+        digest="0" * 32,
+        candidate=2,
+        share=0.25,
+        waits_for="",
+        restores=None,
+        at=1.0,
+        by="ann",
+        reason="",
+        decisions={"canary": 1},
+        void=0,
+    ),
     bucket="memory://",
     at=0.0,
     phase="training",
