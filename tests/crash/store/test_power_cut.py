@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -147,6 +148,8 @@ def test_no_acknowledged_commit_is_lost_by_a_file_system(disk, tmp_path, drill_s
             assert writer.poll() is None
             time.sleep(0.01)
         time.sleep(random_.random())
+        # Stopped first: a copy takes a while, and a power cut leaves the disk of one moment.
+        writer.send_signal(signal.SIGSTOP)
         acknowledged = max(map(int, said.read_text().splitlines()))
         copy = tmp_path / "copy.img"
         subprocess.run(["cp", "--sparse=always", image, copy], check=True)
