@@ -18,14 +18,18 @@
 namespace deltawire {
 
 // The layout of an element's bits: a sign bit, then `exponent` bits, then `mantissa` bits. Both are
-// 0 for integers, which are one class.
+// 0 for integers, which are one class. A byte that holds a number below 16 has the layout (0, 4): its
+// class follows from the number itself.
 struct Layout {
   unsigned mantissa = 0;
   unsigned exponent = 0;
 
+  // Returns whether elements are numbers below 16, one in a byte.
+  bool is_small() const { return mantissa == 0 && exponent == 4; }
+
   // Returns whether an element of `width` bits can have this layout.
   bool fits(unsigned width) const {
-    return (mantissa == 0 && exponent == 0) ||
+    return (mantissa == 0 && exponent == 0) || (is_small() && width == 8) ||
            (exponent > 0 && exponent <= 11 && mantissa < width &&
             mantissa + exponent + 1 == width);
   }

@@ -27,4 +27,10 @@ constexpr unsigned lanes_for(std::size_t elements) {
   return elements >= kSixtyFourLanesFrom ? 64 : elements >= kSixteenLanesFrom ? 16 : 1;
 }
 
+// Returns the number of lanes for a block of 4-bit codes, of which few change: the bytes of 64 lanes
+// would be much of the block.
+constexpr unsigned small_lanes_for(std::size_t elements) {
+  return elements >= 2 * kSixteenLanesFrom ? 16 : 1;
+}
+
 }  // namespace deltawire

@@ -1,4 +1,4 @@
-"""Payloads of DWD1 and DWA1 as they were when the format was fixed: read today, and made today.
+"""Payloads of DWD1, DWD2 and DWA1 as they were when the format was fixed: read and made today.
 
 Run as a script, it writes those that are missing. One that is there is never written again: what
 it says must hold for as long as its magic does.
@@ -11,10 +11,13 @@ import pytest
 
 from deltawire import codec
 from deltawire.codec.delta import LAYOUTS, layout_of
+from deltawire.codec.packed import E2M1, INTEGERS, encode_packed
 from deltawire.codec.reference import (
     decode_full_reference,
+    decode_packed_reference,
     decode_patch_reference,
     encode_full_reference,
+    encode_packed_reference,
     encode_reference,
 )
 
@@ -68,6 +71,11 @@ DELTAS = {
     "sixty-four-lanes": ("BF16", (1 << 20) + 65, 200_000, 2, 1024),
     "two-blocks": ("U8", (1 << 22) + 300, 2_000_000, 2, 1000),
 }
+PACKED = {
+    "int4-codes": ("I32", INTEGERS, 60, 9, 12),
+    "e2m1-codes": ("U8", E2M1, 300, 25, 30),
+    "int4-sixteen-lanes": ("I32", INTEGERS, 1 << 13, 900, 64),
+}
 ANCHORS = {
     "nothing": ("BF16", 0, 1),
     "bf16": ("BF16", 60, 1),
@@ -86,6 +94,15 @@ ANCHORS = {
 def delta_of(name):
     dtype, count, rarity, magnitude, columns = DELTAS[name]
     return *pair(dtype, count, rarity, magnitude), dtype, columns
+
+
+def packed_of(name):
+    dtype, codes, count, rarity, columns = PACKED[name]
+    base = noise(count, 6).astype(codec.unsigned_of(dtype))
+    places = noise(count, 7)
+    step = codec.unsigned_of(dtype).type(1) << (places % (2 * base.itemsize) * 4).astype(base.dtype)
+    target = np.where(noise(count, 8) % rarity == 0, base ^ step, base).astype(base.dtype)
+    return base, target, codes, columns
 
 
 def anchor_of(name):
@@ -108,6 +125,18 @@ def test_deltas_of_the_first_day(name):
         assert encode_reference(base, target, layout_of(dtype), columns) == golden
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_deltas_of_codes_of_the_first_day(name):
+    base, target, codes, columns = packed_of(name)
+    golden = (PAYLOADS / f"{name}.delta").read_bytes()
+    assert np.array_equal(codec.decode(golden, base), target)
+    assert encode_packed(base, target, codes, columns=columns) == golden
+    patch = decode_packed_reference(golden, base)
+    assert np.array_equal(patch.positions, np.flatnonzero(base != target))
+    assert np.array_equal(patch.bits, target[patch.positions])
+    assert encode_packed_reference(base, target, codes, columns) == golden
+
+
 @pytest.mark.parametrize("name", ANCHORS)
 def test_anchors_of_the_first_day(name):
     bits, dtype = anchor_of(name)
@@ -121,9 +150,12 @@ def test_anchors_of_the_first_day(name):
 
 def test_they_are_of_every_layout_and_mode():
     files = list(PAYLOADS.iterdir())
-    assert len(files) == len(DELTAS) + len(ANCHORS)
-    deltas = [path.read_bytes() for path in files if path.suffix == ".delta"]
-    assert {payload[:4] for payload in deltas} == {b"DWD1"}
+    assert len(files) == len(DELTAS) + len(PACKED) + len(ANCHORS)
+    every = [path.read_bytes() for path in files if path.suffix == ".delta"]
+    deltas = [payload for payload in every if payload[:4] == b"DWD1"]
+    codes = [payload for payload in every if payload[:4] == b"DWD2"]
+    assert len(deltas) + len(codes) == len(every)
+    assert {tuple(payload[6:8]) for payload in codes} == {INTEGERS, E2M1}
     assert {tuple(payload[6:8]) for payload in deltas} == {(0, 0), *LAYOUTS.values()}
     assert sum(payload[5] == 1 for payload in deltas) == 3
     anchors = [path.read_bytes() for path in files if path.suffix == ".anchor"]
@@ -135,6 +167,9 @@ def write_missing():
     for name in DELTAS:
         base, target, dtype, columns = delta_of(name)
         write(PAYLOADS / f"{name}.delta", codec.encode(base, target, dtype=dtype, columns=columns))
+    for name in PACKED:
+        base, target, codes, columns = packed_of(name)
+        write(PAYLOADS / f"{name}.delta", encode_packed(base, target, codes, columns=columns))
     for name in ANCHORS:
         write(PAYLOADS / f"{name}.anchor", codec.encode_full(*anchor_of(name)))
 

@@ -14,7 +14,8 @@ from deltawire.sync.chain.objects import newest_retention_floor, read_compacted_
 from deltawire.sync.chain.payloads import read_payload
 from deltawire.sync.follow.fetch import decode_delta
 from deltawire.sync.huggingface.checkout import Checkout
-from deltawire.testing.reader import FormatError, Reader
+from deltawire.testing.payload_reader import FormatError
+from deltawire.testing.reader import Reader
 from deltawire.wire import keys
 from deltawire.wire.coordination import decode_intent, decode_part
 from deltawire.wire.objects import FORMAT

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deltawire.codec import delta
+from deltawire.codec import delta, packed
 from deltawire.codec import patch as patches
 from deltawire.codec.anchors import decode_full, encode_full
 from deltawire.codec.delta import ChangedRange, Delta
@@ -92,7 +92,11 @@ def encode_named(
     columns: int | None = None,
 ) -> Delta:
     """`encode` for elements ``start`` and on of the tensor ``name``, in one pass with what its
-    model's digest gains: ``(payload, changed, moved)``."""
+    model's digest gains: ``(payload, changed, moved)``.
+
+    A tensor whose name says that its elements hold 4-bit codes is coded code by code if that takes
+    fewer bytes (`deltawire.codec.packed`).
+    """
     return _encode(name, base, target, start=start, dtype=dtype, threads=threads, columns=columns)
 
 
@@ -102,7 +106,11 @@ def encode_batch(changes: Sequence[ChangedRange], *, dtype: str) -> list[Delta]:
     A model of 60,000 small tensors takes longer to hand over one by one than to code. Raises
     InputError as `encode_named` does.
     """
-    return delta.encode_batch(changes, delta.layout_of(dtype))
+    coded = delta.encode_batch(changes, delta.layout_of(dtype))
+    return [
+        _smaller(one, change.name, change.base_bits, change.target_bits, change.columns, threads=1)
+        for one, change in zip(coded, changes, strict=True)
+    ]
 
 
 def _encode(
@@ -120,9 +128,28 @@ def _encode(
         shape: tuple[int, ...] = target.shape  # type: ignore[attr-defined]
         columns = shape[-1] if len(shape) > 1 else 0
     base_bits, target_bits = bits_of(base, dtype), bits_of(target, dtype)
-    return delta.encode(
+    coded = delta.encode(
         base_bits, target_bits, layout, columns=columns, threads=threads, name=name, start=start
     )
+    return _smaller(coded, name or "", base_bits, target_bits, columns, threads=threads)
+
+
+def _smaller(
+    coded: Delta,
+    name: str,
+    base_bits: Bits,
+    target_bits: Bits,
+    columns: int,
+    *,
+    threads: int | None,
+) -> Delta:
+    """Returns a delta with the smaller payload: as it is, or by 4-bit codes if its tensor's name
+    says that its elements hold such."""
+    codes = packed.codes_of(name, base_bits.itemsize) if coded.changed else None
+    if codes is None:
+        return coded
+    payload = packed.encode_packed(base_bits, target_bits, codes, columns=columns, threads=threads)
+    return coded._replace(payload=payload) if len(payload) < len(coded.payload) else coded
 
 
 def decode(
@@ -138,7 +165,7 @@ def decode(
     base, InputError if ``base`` is not a contiguous array or CPU tensor of ``dtype``.
     """
     target_bits = bits_of(base, dtype).copy()
-    delta.advance(payload, target_bits, threads=threads)
+    advance(payload, target_bits, threads=threads)
     return target_bits
 
 
@@ -152,6 +179,8 @@ def decode_patch(
     """Decodes the positions and new bits that ``payload`` holds; ``base`` and errors as for
     ``decode``.
     """
+    if packed.is_packed(payload):
+        return packed.decode_packed(payload, bits_of(base, dtype), threads=threads)
     return delta.decode_patch(payload, bits_of(base, dtype), threads=threads)
 
 
@@ -166,7 +195,11 @@ def decode_named(
 ) -> tuple[Patch, Digest]:
     """`decode_patch` of a delta for elements ``start`` and on of the tensor ``name``, in one pass
     with what its model's digest gains."""
-    return delta.decode_moved(payload, bits_of(base, dtype), name, start=start, threads=threads)
+    base_bits = bits_of(base, dtype)
+    if packed.is_packed(payload):
+        patch = packed.decode_packed(payload, base_bits, threads=threads)
+        return patch, digest_patch(name, patch, base_bits[patch.positions], start=start)
+    return delta.decode_moved(payload, base_bits, name, start=start, threads=threads)
 
 
 def advance(
@@ -176,13 +209,18 @@ def advance(
     dtype: str | None = None,
     threads: int | None = None,
 ) -> int:
-    """Turns ``base`` into the target, in place and in the memory of a few blocks; returns how many
-    elements changed.
+    """Turns ``base`` into the target, in place; returns how many elements changed. Takes the memory
+    of a few blocks, and for 4-bit codes twice that of the base.
 
     Use it for payloads that were verified: if CorruptError is raised, some blocks may already have
     been applied.
     """
-    return delta.advance(payload, bits_of(base, dtype), threads=threads)
+    bits = bits_of(base, dtype)
+    if packed.is_packed(payload):
+        patch = packed.decode_packed(payload, bits, threads=threads)
+        patches.apply(patch, bits)
+        return len(patch)
+    return delta.advance(payload, bits, threads=threads)
 
 
 def apply(patch: Patch, target: object) -> None:

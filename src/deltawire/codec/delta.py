@@ -213,7 +213,7 @@ def advance(payload: bytes | memoryview, bits: Bits, *, threads: int | None = No
         patch = _decode_raw(body, bits)
         bits[patch.positions] = patch.bits
         return len(patch)
-    lengths, rest = _split(body, bits.size, header.columns)
+    lengths, rest = split_blocks(body, bits.size, header.columns)
     try:
         return _native.advance(
             rest, lengths, bits, header.columns, *header.layout, threads or cores()
@@ -249,7 +249,9 @@ def _decode_raw(body: memoryview, base_bits: Bits) -> Patch:
     return diff(base_bits, np.require(np.frombuffer(body, base_bits.dtype), requirements="A"))
 
 
-def _split(body: memoryview, count: int, columns: int) -> tuple[NDArray[np.uint32], Bits]:
+def split_blocks(body: memoryview, count: int, columns: int) -> tuple[NDArray[np.uint32], Bits]:
+    """Returns the lengths of a coded payload's blocks, and their bytes, of a base of ``count``
+    elements; raises CorruptError if the lengths are incomplete."""
     blocks = -(-count // block_elements(columns))
     at = blocks * LENGTH.itemsize
     if len(body) < at:
@@ -277,7 +279,7 @@ def _decode(
             else digest_patch(name, patch, base_bits[patch.positions], start=start)
         )
         return patch, moved
-    lengths, rest = _split(body, base_bits.size, header.columns)
+    lengths, rest = split_blocks(body, base_bits.size, header.columns)
     key = None if name is None else tensor_key(name)
     try:
         positions, bits, *lanes = _native.decode(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from deltawire._native import WHOLE_BLOCK
-from deltawire.codec import anchors
+from deltawire._native import BLOCK, WHOLE_BLOCK
+from deltawire.codec import anchors, packed
 from deltawire.codec.anchors import Field, field_of
 from deltawire.codec.delta import (
     CODED,
@@ -57,6 +57,11 @@ PLANES = 4
 def lanes_for(count: int) -> int:
     """Returns the number of lanes that code a block of ``count`` elements."""
     return 64 if count >= 1 << 20 else 16 if count >= 1 << 15 else 1
+
+
+def small_lanes_for(count: int) -> int:
+    """Returns the number of lanes that code a block of ``count`` codes of 4 bits."""
+    return 16 if count >= 1 << 16 else 1
 
 
 def odds_of(level: int) -> int:
@@ -270,13 +275,81 @@ def encode_reference(base: Bits, target: Bits, layout: Layout, columns: int = 0)
     return header + (body if mode == CODED else target.tobytes())
 
 
+def _lanes(count: int, layout: Layout) -> int:
+    return small_lanes_for(count) if layout == packed.INTEGERS else lanes_for(count)
+
+
+def small_numbers(bits: Bits, codes: Layout) -> Bits:
+    """Returns the 4-bit codes of elements as numbers in the order of their values, one a byte."""
+    each = 2 * bits.itemsize
+    found = []
+    for element in bits.tolist():
+        for place in range(each):
+            code = element >> 4 * place & 15
+            found.append(code if codes == packed.INTEGERS else _ordered_e2m1(code))
+    return np.array(found, np.uint8)
+
+
+def _ordered_e2m1(code: int) -> int:
+    """Maps a sign, two bits of exponent and one of mantissa to integers of the same order, -0 just
+    below +0."""
+    return code + 8 if code < 8 else 15 - code
+
+
+def _unordered_e2m1(number: int) -> int:
+    """Inverts `_ordered_e2m1`."""
+    return number - 8 if number >= 8 else 15 - number
+
+
+def encode_packed_reference(base: Bits, target: Bits, codes: Layout, columns: int = 0) -> bytes:
+    """Equal to ``packed.encode_packed``; ``columns`` counts elements."""
+    columns *= 2 * base.itemsize
+    columns = 0 if columns > BLOCK else columns
+    size = block_elements(columns)
+    old, new = small_numbers(base, codes), small_numbers(target, codes)
+    blocks = [
+        _encode_block(old[i : i + size], new[i : i + size], packed.INTEGERS, columns)
+        for i in range(0, old.size, size)
+    ]
+    lengths = np.array([len(block) for block in blocks], LENGTH).tobytes()
+    header = HEADER.pack(packed.MAGIC, base.itemsize, CODED, *codes, columns, base.size)
+    return header + lengths + b"".join(blocks)
+
+
+def decode_packed_reference(payload: bytes, base: Bits) -> Patch:
+    """Equal to ``packed.decode_packed``."""
+    _, _, _, mantissa, exponent, columns, _ = HEADER.unpack_from(payload)
+    codes, each = Layout(mantissa, exponent), 2 * base.itemsize
+    old = small_numbers(base, codes)
+    size = block_elements(columns)
+    count = -(-old.size // size)
+    lengths = np.frombuffer(payload, LENGTH, count, HEADER.size)
+    at, changed = HEADER.size + LENGTH.itemsize * count, dict[int, int]()
+    for number, length in enumerate(lengths.tolist()):
+        first = number * size
+        where, what = _decode_block(
+            payload[at : at + length], old[first : first + size], packed.INTEGERS, columns
+        )
+        at += length
+        for place, value in zip((first + where).tolist(), what.tolist(), strict=True):
+            if value > 15:
+                raise CorruptError("a code of more than 4 bits")
+            code = value if codes == packed.INTEGERS else _unordered_e2m1(value)
+            element, shift = place // each, 4 * (place % each)
+            held = changed.get(element, int(base[element]))
+            changed[element] = held & ~(15 << shift) | code << shift
+    positions = np.array(sorted(changed), np.int64)
+    bits = np.array([changed[one] for one in sorted(changed)], base.dtype)
+    return Patch(positions, bits)
+
+
 def _encode_block(base: Bits, target: Bits, layout: Layout, columns: int) -> bytes:
     changed = (base != target).astype(np.int64)
     positions = np.flatnonzero(changed)
     head = len(positions).to_bytes(4, "little")
     if not len(positions):
         return head
-    width, lanes = 8 * base.itemsize, lanes_for(base.size)
+    width, lanes = 8 * base.itemsize, _lanes(base.size, layout)
     exponents = base[positions] >> base.dtype.type(layout.mantissa)
     top = int(np.max(exponents & base.dtype.type((1 << layout.exponent) - 1)))
     every = classes_of(base, top, layout)
@@ -365,7 +438,7 @@ def _decode_block(block: bytes, base: Bits, layout: Layout, columns: int) -> tup
     total = data.number(4)
     if not total:
         return np.empty(0, np.int64), base[:0]
-    width, lanes = 8 * base.itemsize, lanes_for(base.size)
+    width, lanes = 8 * base.itemsize, _lanes(base.size, layout)
     top, planes, flags = data.number(2), data.number(1), data.odds()
     of_lengths = [data.odds() for _ in range(planes)]
     details, signs = data.odds(), data.odds()

@@ -17,7 +17,7 @@ from msgspec import Meta
 from deltawire.wire.run import Hash, Run, Size
 
 CODEC: Final = "dw1"
-"""The codec of payloads that begin with the magics ``DWD1`` and ``DWA1``."""
+"""The codec of payloads that begin with the magics ``DWD1``, ``DWD2`` and ``DWA1``."""
 
 MAX_BLOB_BYTES = 1 << 36
 MAX_BLOBS = 1 << 18

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from deltawire import codec
 from deltawire.codec.delta import layout_of
+from deltawire.codec.packed import E2M1, INTEGERS, encode_packed
 from deltawire.store import open_bucket
 from deltawire.sync import Publisher, create_run, prune
 from deltawire.sync.follow.mirror import empty_mirror
 from deltawire.testing import reader as plain
-from deltawire.testing.reader import FormatError, Reader
+from deltawire.testing.payload_reader import FormatError
+from deltawire.testing.reader import Reader
 from deltawire.testing.tiny import start_run, weights
 from deltawire.wire import keys
 from deltawire.wire.run import Run, TensorSpec
@@ -60,6 +62,22 @@ def test_payloads(dtype, count, density, columns, seed):
     assert plain.decode_anchor(anchor, count, width) == base.tolist()
     found = plain.digest_of("a tensor, é", enumerate(base.tolist()), width)
     assert plain.to_hex(found) == codec.digest_bits("a tensor, é", base).hex()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["U8", "I32"]),
+    st.integers(0, 300),
+    st.sampled_from([0.0, 0.01, 0.3]),
+    st.sampled_from([0, 1, 12]),
+    st.sampled_from([INTEGERS, E2M1]),
+    st.integers(0, 2**32),
+)
+def test_payloads_of_codes(dtype, count, density, columns, codes, seed):
+    base, target = pair(dtype, count, density, seed)
+    payload = encode_packed(base, target, codes, columns=columns)
+    changed = plain.decode_delta(payload, base.tolist(), 8 * base.itemsize)
+    assert changed == {int(i): int(target[i]) for i in np.flatnonzero(base != target)}
 
 
 @pytest.mark.parametrize("lanes", [1 << 15, (1 << 15) + 77])
@@ -172,7 +190,7 @@ def test_what_is_wrong_is_refused():
 
 
 def test_it_shares_no_code_with_deltawire():
-    """It runs without NumPy, msgspec and the native module, and imports nothing of deltawire."""
+    """It runs without NumPy, msgspec and the native module, and imports only its own codec."""
     code = (
         "import sys, importlib.util as u;"
         "s = u.spec_from_file_location('alone', sys.argv[1]);"
@@ -184,4 +202,5 @@ def test_it_shares_no_code_with_deltawire():
     done = subprocess.run(
         [sys.executable, "-c", code, plain.__file__], capture_output=True, check=True
     )
-    assert json.loads(done.stdout) == []
+    names = {"deltawire", "deltawire.testing", "deltawire.testing.payload_reader"}
+    assert set(json.loads(done.stdout)) == names
