@@ -183,7 +183,7 @@ DELTAWIRE_INLINE bool decode_block(const Block<Bits>& block, Scratch<Bits>& scra
   }
   const std::uint8_t* raw = at;
   at += header.raw;
-  const unsigned lanes = block.layout.is_small() ? small_lanes_for(block.count)
+  const unsigned lanes = block.layout.is_small() ? small_lanes_for(block.count, changes.size)
                                                  : lanes_for(block.count);
   PlaneReader reader(at, static_cast<std::size_t>(end - at), lanes, Path::kSimd);
   if (!reader.ok()) return false;

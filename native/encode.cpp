@@ -263,7 +263,7 @@ DELTAWIRE_INLINE std::vector<std::uint8_t> encode_block(const Block<Bits>& block
     const std::uint64_t mask = Path::greater(changes.lengths.get() + k, 1);
     each_bit(&mask, 1, [&](std::size_t i) { longer.push_back(static_cast<std::uint32_t>(k + i)); });
   }
-  const unsigned lanes = block.layout.is_small() ? small_lanes_for(block.count)
+  const unsigned lanes = block.layout.is_small() ? small_lanes_for(block.count, changes.size)
                                                  : lanes_for(block.count);
   PlaneWriter writer(lanes, Path::kSimd, scratch.words);
   BitPacker packer;

@@ -33,5 +33,9 @@ KEYS: Final[dict[str, Key]] = {
     "manifest_bytes_shard16": Key(
         "tables", "<=", 8e5, "bytes of these that a reader of a sixteenth of each tensor fetches"
     ),
+    "fp8_share_3e6": Key(
+        "quantized", "<=", 0.003, "share of an fp8 model that a step at 3e-6 sends"
+    ),
+    "fp8_share_1e6": Key("quantized", "<=", 0.0013, "the same at 1e-6"),
 }
 """Every key, in the order of the table."""

@@ -74,7 +74,7 @@ DELTAS = {
 PACKED = {
     "int4-codes": ("I32", INTEGERS, 60, 9, 12),
     "e2m1-codes": ("U8", E2M1, 300, 25, 30),
-    "int4-sixteen-lanes": ("I32", INTEGERS, 1 << 13, 900, 64),
+    "int4-sixteen-lanes": ("I32", INTEGERS, 2000, 2, 50),
 }
 ANCHORS = {
     "nothing": ("BF16", 0, 1),

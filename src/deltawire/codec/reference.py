@@ -59,9 +59,9 @@ def lanes_for(count: int) -> int:
     return 64 if count >= 1 << 20 else 16 if count >= 1 << 15 else 1
 
 
-def small_lanes_for(count: int) -> int:
-    """Returns the number of lanes that code a block of ``count`` codes of 4 bits."""
-    return 16 if count >= 1 << 16 else 1
+def small_lanes_for(count: int, changes: int) -> int:
+    """Returns the number of lanes that code ``changes`` of a block of ``count`` codes of 4 bits."""
+    return 16 if count >= 1 << 20 or changes >= 1024 else 1
 
 
 def odds_of(level: int) -> int:
@@ -275,8 +275,8 @@ def encode_reference(base: Bits, target: Bits, layout: Layout, columns: int = 0)
     return header + (body if mode == CODED else target.tobytes())
 
 
-def _lanes(count: int, layout: Layout) -> int:
-    return small_lanes_for(count) if layout == packed.INTEGERS else lanes_for(count)
+def _lanes(count: int, changes: int, layout: Layout) -> int:
+    return small_lanes_for(count, changes) if layout == packed.INTEGERS else lanes_for(count)
 
 
 def small_numbers(bits: Bits, codes: Layout) -> Bits:
@@ -349,7 +349,7 @@ def _encode_block(base: Bits, target: Bits, layout: Layout, columns: int) -> byt
     head = len(positions).to_bytes(4, "little")
     if not len(positions):
         return head
-    width, lanes = 8 * base.itemsize, _lanes(base.size, layout)
+    width, lanes = 8 * base.itemsize, _lanes(base.size, len(positions), layout)
     exponents = base[positions] >> base.dtype.type(layout.mantissa)
     top = int(np.max(exponents & base.dtype.type((1 << layout.exponent) - 1)))
     every = classes_of(base, top, layout)
@@ -438,7 +438,7 @@ def _decode_block(block: bytes, base: Bits, layout: Layout, columns: int) -> tup
     total = data.number(4)
     if not total:
         return np.empty(0, np.int64), base[:0]
-    width, lanes = 8 * base.itemsize, _lanes(base.size, layout)
+    width, lanes = 8 * base.itemsize, _lanes(base.size, total, layout)
     top, planes, flags = data.number(2), data.number(1), data.odds()
     of_lengths = [data.odds() for _ in range(planes)]
     details, signs = data.odds(), data.odds()

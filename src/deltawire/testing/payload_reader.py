@@ -101,10 +101,13 @@ class Planes:
         require(not self.words and all(x == M for x in self.states), "not all was read")
 
 
-def lanes_of(count: int, *, small: bool = False) -> int:
-    """Returns how many lanes code a block of ``count`` elements, or of 4-bit codes."""
-    if small:
-        return 16 if count >= 1 << 16 else 1
+def lanes_of_codes(count: int, k: int) -> int:
+    """Returns how many lanes code ``k`` changes of a block of ``count`` codes of 4 bits."""
+    return 16 if count >= 1 << 20 or k >= 1024 else 1
+
+
+def lanes_of(count: int) -> int:
+    """Returns how many lanes code a block of ``count`` elements."""
     return 64 if count >= 1 << 20 else 16 if count >= 1 << 15 else 1
 
 
@@ -210,7 +213,7 @@ def _decode_block(
     of_lengths = [data.odds() for _ in range(planes)]
     details, signs = data.odds(), data.odds()
     raw = data.take(data.number(4))
-    lanes = lanes_of(len(base), small=layout == (0, 4))
+    lanes = lanes_of_codes(len(base), k) if layout == (0, 4) else lanes_of(len(base))
     reader = Planes(data.rest(), lanes)
     mask = (1 << exponent) - 1
     classes = [min(max(top + 1 - (old >> mantissa & mask), 0), 15) for old in base]

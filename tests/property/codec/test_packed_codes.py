@@ -80,9 +80,10 @@ def test_a_named_delta_moves_the_digest_and_is_never_larger(both, columns):
     assert codec.encode_batch([change], dtype=dtype) == [coded]
 
 
-@pytest.mark.parametrize("count", [4100, 9000, (1 << 17) + 5])
-def test_every_instruction_set_and_number_of_lanes_makes_the_same_bytes(count):
-    base, target = moved(count, 4, 0.001, count)
+@pytest.mark.parametrize(("count", "density"), [(4100, 0.01), (4100, 0.05), ((1 << 17) + 5, 0.001)])
+def test_every_instruction_set_and_number_of_lanes_makes_the_same_bytes(count, density):
+    """One lane; sixteen for more than 1,024 changes; sixteen for more than 2^20 codes."""
+    base, target = moved(count, 4, density, count)
     payloads = set()
     for simd in ("portable", "avx2", "avx512"):
         with mock.patch.dict(os.environ, DELTAWIRE_SIMD=simd):
