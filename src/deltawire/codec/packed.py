@@ -49,7 +49,7 @@ _NUMBER_OF_CODE: Final = np.array([*range(8, 16), *range(7, -1, -1)], np.uint8)
 _CODE_OF_NUMBER: Final = np.argsort(_NUMBER_OF_CODE).astype(np.uint8)
 
 
-class _Header(NamedTuple):
+class _PackedHeader(NamedTuple):
     codes: Layout
     columns: int
 
@@ -156,7 +156,7 @@ def _joined(
     return Patch(places, (base_bits[places] & ~masks) | values)
 
 
-def _read_header(view: memoryview, base_bits: Bits) -> _Header:
+def _read_header(view: memoryview, base_bits: Bits) -> _PackedHeader:
     if len(view) < HEADER.size:
         raise CorruptError("the delta is shorter than its header")
     magic, itemsize, mode, mantissa, exponent, columns, count = HEADER.unpack_from(view)
@@ -172,7 +172,7 @@ def _read_header(view: memoryview, base_bits: Bits) -> _Header:
         raise CorruptError(f"a delta has the unknown 4-bit codes {tuple(codes)}")
     if columns % each or columns > _native.BLOCK:
         raise CorruptError(f"a delta has rows of {columns} codes")
-    return _Header(codes, columns)
+    return _PackedHeader(codes, columns)
 
 
 def is_packed(payload: bytes | memoryview) -> bool:

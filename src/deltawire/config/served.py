@@ -71,9 +71,13 @@ def served_precision(config: RunConfig) -> ServedPrecision:
 
 def judged_parity(config: RunConfig) -> ParityConfig:
     """Returns the limits that batches are judged by: those of ``[parity]``, and `ROUNDED_K3` for a
-    ``warn.k3`` that is the default if the sampler's weights are rounded once more."""
-    warn = config.parity.warn
-    if config.train.exporter in EXACT or warn.k3 != WarnLimits().k3:
+    ``warn.k3`` that is the default if the sampler's weights are rounded once more.
+
+    A quantized sampler is compared with the values that it holds, so its limits stay: tokens are
+    scored again with those, and the trainer's own scores count as drift.
+    """
+    warn, train = config.parity.warn, config.train
+    if train.exporter in EXACT or train.quantized or warn.k3 != WarnLimits().k3:
         return config.parity
     loose = msgspec.structs.replace(warn, k3=ROUNDED_K3)
     return msgspec.structs.replace(config.parity, warn=loose)

@@ -65,9 +65,7 @@ def quantize_sticky(
     ratio = weight / full
     least = min(value for value in form.code_values if value > 0)
     codes = form.encode(torch.where(ratio.abs() <= least / 2, 0.0, ratio))
-    if form.bits == 4:
-        codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return {"codes": codes.contiguous(), "scales": scales.contiguous()}
+    return {"codes": form.pack_codes(codes), "scales": scales.contiguous()}
 
 
 def _fresh_scales(

@@ -29,6 +29,11 @@ def config_of(**sections):
             "the sampler computes in bfloat16, the trainer in float32",
         ),
         (MERGED, True, "the sampler's weights are merged in int8-row, rounded once more"),
+        (
+            {"train": {"exporter": "fp8-block"}},
+            True,
+            "the sampler's weights are fp8-block, rounded once more",
+        ),
     ],
 )
 def test_what_the_sampler_serves_is_said(sections, differs, words):
@@ -41,6 +46,7 @@ def test_the_limit_is_that_of_the_served_precision_unless_it_is_set():
     assert judged_parity(config_of()).warn.k3 == 1e-3
     assert judged_parity(config_of(rollout={"precision": "bfloat16"})).warn.k3 == 1e-3
     assert judged_parity(config_of(**MERGED)).warn.k3 == ROUNDED_K3
+    assert judged_parity(config_of(train={"exporter": "mxfp4"})).warn.k3 == 1e-3
     assert served_precision(config_of(**MERGED)).warn_k3 == ROUNDED_K3
     strict = config_of(**MERGED, parity={"warn": {"k3": 2e-3}})
     assert judged_parity(strict) == strict.parity
