@@ -6,9 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from deltawire.rl.control.rollout_reader import read_group
+from deltawire.store import open_bucket
+from deltawire.wire import keys
 
 ROOT = Path(__file__).parents[2]
 MATRIX = [
@@ -247,6 +252,54 @@ def test_a_run_samples_with_its_adapter_from_vllm(vllm_python, tmp_path):
     assert found["bytes"]["delta_total"] > 0, "rewards differed, so the adapter was trained"
     # An adapter that was not applied, or with another scale, would be far away by version 3.
     assert 0 <= found["parity"]["numeric_k3_max"] < 1e-6
+
+
+THINKING = """
+[task]
+environment = "serial_steps"
+dataset = "parity"
+options = { min_length = 2, max_length = 8, chain_share = 0.5, start = "(", end = ")" }
+prompt = "{question}"
+heldout = 4
+[rollout]
+workers = 1
+group_size = 4
+max_tokens = 16
+slots = 16
+context = 96
+[rollout.thinking]
+start = "("
+end = ")"
+budgets = [2, 6]
+answer_tokens = 4
+[warm_start]
+max_steps = 60
+check_every = 60
+learning_rate = 5e-3
+batch = 32
+"""
+
+
+@pytest.mark.matrix
+def test_a_run_with_thinking_budgets_samples_from_vllm(vllm_python, tmp_path):
+    model, _, rest = RUN.partition("[task]")
+    found = whole_run(vllm_python, model + THINKING + rest[rest.index("[train]") :], tmp_path)
+    # Inserted tokens have the probability that the trainer gives them, or none: never another.
+    assert 0 <= found["parity"]["numeric_k3_max"] < 1e-6
+    bucket = open_bucket(str(tmp_path / "run" / "bucket"))
+    ends, budgets = Counter(), set()
+    for key in bucket.list(keys.ROLLOUTS):
+        group, *_ = read_group(bucket, *keys.group_of(key))
+        for one in group.trajectories:
+            assert one.thinking is not None
+            budgets.add(one.thinking.budget)
+            for thought, ended in one.thinking.turns:
+                ends[ended] += 1
+                assert thought <= one.thinking.budget
+            for start, stop in one.thinking.forced:
+                assert not one.mask_T[start:stop].any(), "inserted tokens are not in the loss"
+    assert budgets == {2, 6}
+    assert ends["forced"], "a budget of two ends some chains"
 
 
 def whole_run(vllm_python, text, folder):
