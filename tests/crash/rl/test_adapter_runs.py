@@ -178,10 +178,7 @@ def test_a_run_without_an_adapter_is_refused(command, said, tmp_path, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_vllm_and_dropout_are_refused_by_name():
-    raw = {"name": "x", "train": {"adapter": {"kind": "lora"}}, "rollout": {"engine": "vllm"}}
-    with pytest.raises(InputError, match=r"vllm does not load train\.adapter"):
-        parse_config(raw, source="s")
+def test_dropout_is_refused_by_name():
     raw = {"name": "x", "train": {"adapter": {"kind": "lora", "dropout": 0.1}}}
     with pytest.raises(InputError, match=r"adapter\.dropout has no effect"):
         parse_config(raw, source="s")
