@@ -41,5 +41,8 @@ KEYS: Final[dict[str, Key]] = {
     "regression_found_after": Key(
         "canary", "<=", 1.0, "answers until a 5-point drop is rolled back over a fixed test's"
     ),
+    "rollback_polls": Key(
+        "rollback", "<=", 2, "polls of decisions and replicas until all are back, by digest"
+    ),
 }
 """Every key, in the order of the table."""
