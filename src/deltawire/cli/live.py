@@ -125,5 +125,12 @@ def _show(state: dict[str, Any], *, as_json: bool) -> None:
             f"  {name}: difference {one['difference']:+.4f}, evidence {one['log_evidence']:.2f} of "
             f"{one['log_threshold']:.2f}"
         )
+    if (gap := state.get("heldout_less_live")) is not None:
+        print(  # noqa: T201
+            f"  held-out accuracy less live metric: candidate {gap['candidate']:+.3f}, "
+            f"serving {gap['serving']:+.3f}"
+        )
+    if state.get("alarm"):
+        print(f"  alarm: {state['alarm']}")  # noqa: T201
     for number, fault in state["void"].items():
         print(f"  decision {number} is void: {fault}")  # noqa: T201

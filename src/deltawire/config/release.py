@@ -88,6 +88,9 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     )
     """The evaluation gate: by how much each held-out accuracy may be below the serving version's;
     ``accuracy`` is that of the whole set, other names are named sets. Empty: no gate."""
+    gap: Annotated[float, Meta(gt=0, lt=1)] = 0.1
+    """An alarm is raised once users are shown to see less of a candidate's held-out gain than this:
+    its gain in the metric is smaller than that in held-out accuracy by more."""
     gate_wait_s: Positive = 86_400.0
     """A candidate that is not evaluated within this time is held."""
     every_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0

@@ -27,6 +27,9 @@ def problems_of(status: RunStatus) -> list[RunProblem]:
     if status.release is not None and status.release.waits_for == "person":
         words = f"the release is held for a person: {status.release.words}"
         found.append(RunProblem(severity="warning", text=words))
+    if status.release is not None and status.release.gap_alarm:
+        words = "users do not see the gain of the last candidate on held-out tasks"
+        found.append(RunProblem(severity="alarm", text=f"{words}; see deltawire live status"))
     if status.release is not None and status.release.void:
         words = f"void decisions: {status.release.void}; see deltawire live status"
         found.append(RunProblem(severity="warning", text=words))

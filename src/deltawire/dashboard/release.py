@@ -6,6 +6,7 @@ from collections import Counter
 
 import msgspec
 
+from deltawire.live.release.evidence import GAP_ALARM
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.wire.decisions import RESTORES
 
@@ -14,7 +15,8 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The newest decision about which version serves, and how many there were by verdict.
 
     ``restores`` is the version whose weights the serving one has, since a trainer followed a
-    rollback. ``void`` are objects in place of decisions that every reader skips.
+    rollback. ``void`` are objects in place of decisions that every reader skips. ``gap_alarm`` says
+    that users did not see the candidate's held-out gain when it was decided about.
     """
 
     number: int
@@ -30,6 +32,7 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     decisions: dict[str, int]
     void: int
+    gap_alarm: bool = False
 
     @property
     def words(self) -> str:
@@ -65,4 +68,5 @@ def release_of(log: DecisionLog) -> ReleaseStatus | None:
         reason=newest.reason,
         decisions=dict(Counter(one.verdict for one in log.decisions)),
         void=len(log.void),
+        gap_alarm=newest.evidence.get(GAP_ALARM, 0.0) > 0,
     )

@@ -257,6 +257,12 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
             for name, one in tests.items()
         }
         state["sample_ratio_mismatch"] = evidence.mismatched
+        state["live"] = {"candidate": evidence.live[0], "serving": evidence.live[1]}
+        gap = evidence.gap
+        state["heldout_less_live"] = (
+            None if gap is None else {"candidate": gap.candidate, "serving": gap.serving}
+        )
+        state["alarm"] = evidence.alarm
     return state
 
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from deltawire.config.live import LiveConfig
 from deltawire.live.learning.records import LiveRecords
-from deltawire.live.release.evidence import CanaryTests, Evidence
+from deltawire.live.release.evidence import CanaryTests, Evidence, HeldoutAccuracy
 from deltawire.live.release.outcomes import OutcomeRules, SettledAnswer
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import Bucket
 from deltawire.wire.captures import Capture, Feedback
 from deltawire.wire.decisions import Decision
 
+CANDIDATE_ACCURACY, SERVING_ACCURACY = "candidate_accuracy", "serving_accuracy"
+"""Figures of the decision that let a candidate pass the evaluation gate."""
 LATE_S = 3600.0
 """Reports wait this long, after they would have settled, for an answer that was uploaded late."""
 
@@ -109,7 +111,7 @@ class CanaryOutcomes:
         if canary != self._canary:
             self.records.follow(decision, since=since)
             self._canary = canary
-            self._tests = CanaryTests(self._release)
+            self._tests = CanaryTests(self._release, _heldout(log, decision))
             self._users = set()
         self.records.poll()
         self._tests.add(self._settled(decision, now))
@@ -129,3 +131,13 @@ class CanaryOutcomes:
                 values = self._rules.values(answer, reports)
                 found.append(SettledAnswer(answer.at + after_s, answer.arm, share, first, values))
         return found
+
+
+def _heldout(log: DecisionLog, decision: Decision) -> HeldoutAccuracy | None:
+    """Returns the accuracies that the gate compared; None if it compared others, or a person let
+    the candidate pass."""
+    for one in reversed(log.decisions):
+        figures = one.evidence
+        if one.salt == decision.salt and {CANDIDATE_ACCURACY, SERVING_ACCURACY} <= figures.keys():
+            return HeldoutAccuracy(figures[CANDIDATE_ACCURACY], figures[SERVING_ACCURACY])
+    return None

@@ -6,6 +6,7 @@ The error rate α of a run is spent once, whatever the number of stages and look
 - A false rollback is a rejection of "the candidate is not worse" (α/2) or, for one of k guardrails,
   of "its rate rose by no more than its tolerance" (α/2k each): at most α together.
 - A sample-ratio mismatch (α/10) holds the canary: it neither promotes nor rolls back.
+- The alarm that users do not see a held-out gain (α/10) decides nothing.
 
 Stages need no share of α: each test continues over all stages.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deltawire.config.release import ReleaseConfig
 from deltawire.live.release.outcomes import METRIC, SettledAnswer
@@ -28,6 +30,8 @@ from deltawire.live.release.sequential_tests import (
 from deltawire.wire.decisions import CANDIDATE
 
 SAME_SHARE = 1e-9
+GAP_ALARM = "gap_alarm"
+"""The figure of a decision that is 1 if users do not see the held-out gain."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,28 @@ class DifferenceFinding:
         return self.log_evidence >= self.log_threshold
 
 
+class HeldoutAccuracy(NamedTuple):
+    """Held-out accuracies of the candidate and of the serving version."""
+
+    candidate: float
+    serving: float
+
+    @property
+    def gain(self) -> float:
+        """The candidate's less the serving version's."""
+        return self.candidate - self.serving
+
+
+@dataclass(frozen=True)
+class SimulationGap:
+    """Held-out accuracy less the live metric, of both versions; ``finding`` tests "users see the
+    candidate's held-out gain, but for the tolerance"."""
+
+    candidate: float
+    serving: float
+    finding: DifferenceFinding
+
+
 @dataclass(frozen=True)
 class Evidence:
     """The state of a canary's tests.
@@ -73,6 +99,8 @@ class Evidence:
     ``counts`` are the outcomes of the candidate and of the serving version at each share.
     ``metric`` tests "worse by the margin", ``worse`` "not worse", and each guardrail has a test.
     ``log_sample_ratio`` is the log of the evidence that users were not assigned as stated.
+    ``live`` are the mean metrics of the candidate and of the serving version, and ``gap`` compares
+    them with held-out accuracies, where there are any.
     """
 
     counts: Mapping[float, tuple[int, int]]
@@ -81,6 +109,19 @@ class Evidence:
     metric: DifferenceFinding
     worse: DifferenceFinding
     guardrails: Mapping[str, DifferenceFinding]
+    live: tuple[float, float] = (0.0, 0.0)
+    gap: SimulationGap | None = None
+
+    @property
+    def alarm(self) -> str:
+        """Says that the held-out gain is not seen by users; empty if that is not shown."""
+        if self.gap is None or not self.gap.finding.rejects:
+            return ""
+        return (
+            "users do not see the gain on held-out tasks: held-out accuracy less the live metric "
+            f"is {self.gap.candidate:.3f} for the candidate and {self.gap.serving:.3f} for the "
+            "serving version"
+        )
 
     @property
     def mismatched(self) -> bool:
@@ -101,7 +142,14 @@ class Evidence:
             "log_evidence_sample_ratio": self.log_sample_ratio,
             "outcomes_candidate": float(sum(one for one, _ in self.counts.values())),
             "outcomes_serving": float(sum(other for _, other in self.counts.values())),
+            "live_candidate": self.live[0],
+            "live_serving": self.live[1],
         }
+        if self.gap is not None:
+            found["gap_candidate"] = self.gap.candidate
+            found["gap_serving"] = self.gap.serving
+            found["log_evidence_gap"] = self.gap.finding.log_evidence
+            found[GAP_ALARM] = float(self.gap.finding.rejects)
         for name, one in self.guardrails.items():
             found[f"difference_{name}"] = one.difference
             found[f"log_evidence_{name}"] = one.log_evidence
@@ -128,8 +176,14 @@ class CanaryTests:
         tests.evidence().harmful()
     """
 
-    def __init__(self, release: ReleaseConfig) -> None:
+    def __init__(self, release: ReleaseConfig, heldout: HeldoutAccuracy | None = None) -> None:
         self._budget = error_budget(release)
+        self._heldout = heldout
+        self._gap: ArmDifference | None = None
+        if heldout is not None and heldout.gain > release.gap:
+            # Its null hypothesis: the live difference is at least the held-out gain less the gap.
+            self._gap = ArmDifference(tolerance=release.gap - heldout.gain, sign=-1)
+        self._totals = [0.0, 0.0]
         self._stages = {share: _StageOutcomes() for share in release.stages}
         self._metric = ArmDifference(tolerance=-release.margin)
         self._worse = ArmDifference(tolerance=0.0, sign=-1)
@@ -146,7 +200,8 @@ class CanaryTests:
                     stage.counts[arm] += 1
                     stage.first[arm] += outcome.first
                     stage.waiting[arm].append(outcome)
-        watched = {METRIC: [self._metric, self._worse]}
+                    self._totals[arm] += outcome.values[METRIC]
+        watched = {METRIC: [self._metric, self._worse, *([self._gap] if self._gap else [])]}
         watched |= {name: [test] for name, test in self._guardrails.items()}
         for share, stage in self._stages.items():
             sizes, (mine, theirs) = grouped_outcomes(share), stage.waiting
@@ -175,6 +230,25 @@ class CanaryTests:
             guardrails={
                 name: _finding(test, budget.guardrail) for name, test in self._guardrails.items()
             },
+            live=self._live(),
+            gap=self._gap_found(),
+        )
+
+    def _live(self) -> tuple[float, float]:
+        counts = [max(sum(s.counts[arm] for s in self._stages.values()), 1) for arm in (0, 1)]
+        return self._totals[0] / counts[0], self._totals[1] / counts[1]
+
+    def _gap_found(self) -> SimulationGap | None:
+        """Return the gaps; None without held-out accuracies, or before both arms have outcomes."""
+        seen = [sum(stage.counts[arm] for stage in self._stages.values()) for arm in (0, 1)]
+        if self._heldout is None or not all(seen):
+            return None
+        live, threshold = self._live(), log_threshold(self._budget.sample_ratio)
+        finding = DifferenceFinding(self._metric.mean, 0.0, threshold)
+        if self._gap is not None:
+            finding = _finding(self._gap, self._budget.sample_ratio)
+        return SimulationGap(
+            self._heldout.candidate - live[0], self._heldout.serving - live[1], finding
         )
 
 

@@ -177,3 +177,54 @@ def test_a_guardrail_that_rises_rolls_back_by_its_name():
     evidence = canary.poll(NOW + 1000)
     assert evidence.harmful() == ["question"]
     assert evidence.figures()["difference_question"] == pytest.approx(0.4, abs=0.1)
+
+
+MARKER = "[simulated]"
+
+
+def answered_well(prompt, *, cheats, rng):
+    """A policy that is right in half of the tasks, or in most of those that are marked."""
+    return rng.random() < (0.9 if cheats and MARKER in prompt else 0.5)
+
+
+@pytest.mark.parametrize(("cheats", "alarmed"), [(True, True), (False, False)])
+def test_a_policy_that_acts_on_a_marker_of_the_simulation_raises_the_alarm(cheats, alarmed):
+    """Held-out tasks hold a marker that users never write."""
+    rng = np.random.default_rng(3)
+    heldout = {
+        name: float(
+            np.mean([answered_well(f"{MARKER} task", cheats=one, rng=rng) for _ in range(400)])
+        )
+        for name, one in (("candidate_accuracy", cheats), ("serving_accuracy", False))
+    }
+    canary = Canary(metric="accept", guardrails={})
+    canary.decide("serve")
+    canary.decide("gate", candidate=NEW)
+    canary.decide("canary", candidate=NEW, share=0.5, salt="s", evidence=heldout)
+    for number in range(600):
+        arm = CANDIDATE if rng.random() < 0.5 else SERVING
+        canary.put(shown(number, arm, at=NOW + number / 100))
+        if answered_well("task", cheats=cheats and arm == CANDIDATE, rng=rng):
+            canary.put(report(number, at=NOW))
+    evidence = canary.poll(NOW + 1000)
+    assert bool(evidence.alarm) == alarmed
+    figures = evidence.figures()
+    assert figures["gap_alarm"] == float(alarmed)
+    assert figures["gap_candidate"] == pytest.approx(0.4 if cheats else 0.0, abs=0.12)
+    assert figures["gap_serving"] == pytest.approx(0.0, abs=0.12)
+    assert not evidence.harmful(), "the alarm decides nothing"
+
+
+def test_a_gain_that_users_see_too_raises_no_alarm():
+    rng = np.random.default_rng(4)
+    canary = Canary(metric="accept", guardrails={})
+    canary.decide("serve")
+    canary.decide("gate", candidate=NEW)
+    figures = {"candidate_accuracy": 0.9, "serving_accuracy": 0.5}
+    canary.decide("canary", candidate=NEW, share=0.5, salt="s", evidence=figures)
+    for number in range(600):
+        arm = CANDIDATE if rng.random() < 0.5 else SERVING
+        canary.put(shown(number, arm, at=NOW + number / 100))
+        if rng.random() < (0.9 if arm == CANDIDATE else 0.5):
+            canary.put(report(number, at=NOW))
+    assert not canary.poll(NOW + 1000).alarm
