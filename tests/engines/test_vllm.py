@@ -131,6 +131,11 @@ def test_weights_that_vllm_rearranges_are_refused(vllm_python):
 
 
 @pytest.mark.matrix
+def test_quantized_codes_that_vllm_repacks_are_refused(vllm_python):
+    run_tests(vllm_python, "test_quantized_runs.py")
+
+
+@pytest.mark.matrix
 def test_vllm_serve_follows_its_run(vllm_python):
     run_tests(vllm_python, "test_served_over_http.py", "-k", "not own_calls")
 
