@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -60,14 +61,20 @@ def version_table(versions: list[dict[str, Any]], readers: list[dict[str, Any]])
 
 
 def list_versions(
-    bucket: Bucket, run: Run, last: int, *, below: int | None = None
+    bucket: Bucket,
+    run: Run,
+    last: int,
+    *,
+    below: int | None = None,
+    known: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
     """Describes the ``last`` newest objects that have the name of a version, newest first; with
-    ``below`` the newest of those that have a lower number.
+    ``below`` the newest of those that have a lower number. ``known`` are all of them, in order,
+    where they were listed before.
 
     Numbers that a publisher skipped because unreadable objects occupy them show as ``damaged``.
     """
-    committed = committed_versions(bucket)
+    committed = committed_versions(bucket) if known is None else known
     if below is not None:
         committed = [version for version in committed if version < below]
     shown = committed[-last:][::-1]

@@ -316,7 +316,8 @@ async def _versions(request: web.Request) -> web.Response:
     limit = max(1, min(_number(request, "limit", 50), MAX_VERSIONS))
 
     def found() -> list[dict[str, Any]]:
-        rows = list_versions(reader.bucket, reader.run, limit, below=below)
+        known = reader.versions()
+        rows = list_versions(reader.bucket, reader.run, limit, below=below, known=known)
         return reader.with_state(
             lambda state: [row | _published(state.published.get(row["version"])) for row in rows]
         )
@@ -343,13 +344,15 @@ async def _version(request: web.Request) -> web.Response:
 
 
 async def _layers(request: web.Request) -> web.Response:
-    weights = request.app[RUNS].weights[_run_number(request)]
+    weights, reader = request.app[RUNS].weights[_run_number(request)], _reader(request)
     name = request.query.get("measure", "bits")
     if name not in get_args(Measure):
         raise InputError(f"{name[:40]!r} is not a measure", hint=", ".join(get_args(Measure)))
     measure: Literal["bits", "share", "norm"] = name  # type: ignore[assignment]
     last, count = _optional(request, "last"), max(1, _number(request, "count", 32))
-    return await _answer(request, lambda: weights.layers(measure, last=last, count=count))
+    return await _answer(
+        request, lambda: weights.layers(measure, last=last, count=count, known=reader.versions())
+    )
 
 
 async def _route(request: web.Request) -> web.Response:

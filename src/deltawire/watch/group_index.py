@@ -12,9 +12,10 @@ import contextlib
 import json
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -24,14 +25,23 @@ from deltawire.private_files import private_folder
 from deltawire.wire import keys
 from deltawire.wire.payload import Index
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_PAGE = 500
 MOST_COUNTED = 10_000
 """A filtered list counts its groups up to here."""
 MAX_FACETS = 200
 MAX_CAUSE = 512
+MOST_NAMES = 2000
+"""A text that more tasks or causes contain is looked for row by row."""
+LONG_S = 0.02
+SHARE = 20
+"""Counts over all groups are computed again after this many times their own duration."""
 _BUSY_S = 20.0
 _LARGEST = (1 << 63) - 1
+
+_CAUSE = 6
+"""The place of the cause in a row made from an event."""
+_T = TypeVar("_T")
 
 Order = Literal["newest", "oldest", "best", "worst", "longest"]
 
@@ -52,7 +62,13 @@ CREATE INDEX IF NOT EXISTS by_task ON groups (task, at, worker, sequence);
 CREATE INDEX IF NOT EXISTS by_family ON groups (family, at, worker, sequence);
 CREATE INDEX IF NOT EXISTS by_cause ON groups (cause, at, worker, sequence);
 CREATE TABLE IF NOT EXISTS versions (version INTEGER PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS names (
+  kind TEXT NOT NULL, name TEXT NOT NULL, PRIMARY KEY (kind, name)
+) WITHOUT ROWID;
 """
+# Each task and each cause is in `names` once, so that a text is compared with few of them.
+
+_NAME = "INSERT OR IGNORE INTO names VALUES (?, ?)"
 
 _FROM_EVENT = """
 INSERT INTO groups (worker, sequence, at, reward, tokens, failed, cause, low, high)
@@ -162,6 +178,14 @@ class Facets(msgspec.Struct, frozen=True, kw_only=True):
     read: int
 
 
+class _Counted(NamedTuple):
+    """A value, the state of the file that it was computed from, and when it is computed again."""
+
+    value: object
+    written: int
+    due: float
+
+
 class GroupIndex:
     """The index in one file; any thread may use it.
 
@@ -177,6 +201,7 @@ class GroupIndex:
         self._path = path
         self._lock = threading.Lock()
         self._reading = threading.Lock()
+        self._counted: dict[str, _Counted] = {}
         try:
             self._open()
         except sqlite3.DatabaseError:
@@ -231,6 +256,8 @@ class GroupIndex:
         if rows:
             with self._transaction() as writer:
                 writer.executemany(_FROM_EVENT, rows)
+                causes = {row[_CAUSE] for row in rows} - {""}
+                writer.executemany(_NAME, [("cause", cause) for cause in causes])
 
     def add_version(
         self,
@@ -243,7 +270,10 @@ class GroupIndex:
         """Adds what a version consumed: groups that were read, ``missing`` ones with their status,
         and the groups that it dropped. The version then counts as indexed."""
         with self._transaction() as writer:
-            writer.executemany(_FROM_GROUP, [_stored(row) for row in rows])
+            stored = [_stored(row) for row in rows]
+            writer.executemany(_FROM_GROUP, stored)
+            names = {(kind, row[kind]) for row in stored for kind in ("task", "cause")}
+            writer.executemany(_NAME, [(kind, name) for kind, name in names if name])
             writer.executemany(
                 _NAMED, [(worker, number, at, version, why) for worker, number, why in missing]
             )
@@ -259,8 +289,9 @@ class GroupIndex:
 
     @property
     def count(self) -> int:
-        """How many groups are in the index."""
-        return int(self._fetch("SELECT COUNT(*) FROM groups", ())[0][0])
+        """How many groups are in the index; a large number may be some seconds old."""
+        statement = "SELECT COUNT(*) FROM groups"
+        return self._seldom("count", lambda: int(self._fetch(statement, ())[0][0]))
 
     def get(self, worker: str, sequence: int) -> GroupRow | None:
         """The record of one group."""
@@ -274,6 +305,9 @@ class GroupIndex:
         """Returns a page of the groups that match; raises `InputError` for a wrong ``after``."""
         column, direction = _ORDERS[query.order]
         clauses, values = _conditions(query)
+        if query.text:
+            clause, found_names = self._text(query.text)
+            clauses, values = [*clauses, clause], [*values, *found_names]
         where = f"WHERE {' AND '.join(clauses)}" if clauses else ""
         counted = self._fetch(
             f"SELECT COUNT(*) FROM (SELECT 1 FROM groups {where} LIMIT {MOST_COUNTED + 1})",  # noqa: S608
@@ -295,8 +329,33 @@ class GroupIndex:
         token = _token(getattr(rows[-1], column), rows[-1]) if more else ""
         return GroupPage(rows=rows, count=counted[0][0], next=token)
 
+    def _text(self, text: str) -> tuple[str, list[str]]:
+        """A condition for groups whose task or cause contains a text, in any case, and its
+        values."""
+        # SQLite's LIKE ends a pattern at a NUL, and would match everything.
+        escaped = text.replace("\x00", "\ufffd")
+        for letter in "\\%_":
+            escaped = escaped.replace(letter, f"\\{letter}")
+        pattern, parts, values = f"%{escaped}%", [], list[str]()
+        for kind in ("task", "cause"):
+            names = self._fetch(
+                "SELECT name FROM names WHERE kind = ? AND name LIKE ? ESCAPE '\\' LIMIT ?",
+                (kind, pattern, MOST_NAMES + 1),
+            )
+            if len(names) > MOST_NAMES:
+                parts.append(f"{kind} LIKE ? ESCAPE '\\'")
+                values.append(pattern)
+            elif names:
+                parts.append(f"{kind} IN ({', '.join('?' * len(names))})")
+                values += [name for (name,) in names]
+        return f"({' OR '.join(parts) or '0'})", values
+
     def facets(self) -> Facets:
-        """The values of families, causes and workers."""
+        """The values of families, causes and workers; those of a large index may be some seconds
+        old."""
+        return self._seldom("facets", self._facets)
+
+    def _facets(self) -> Facets:
 
         def counts(column: str, clause: str = "") -> list[tuple[str, int]]:
             return self._fetch(
@@ -313,6 +372,20 @@ class GroupIndex:
             groups=self.count,
             read=self._fetch("SELECT COUNT(*) FROM groups WHERE task > ''", ())[0][0],
         )
+
+    def _seldom(self, name: str, compute: Callable[[], _T]) -> _T:
+        """Returns a value that may take long to compute: the last one if no group was added since,
+        or if it took more than `LONG_S` and is younger than `SHARE` times that."""
+        written = self._fetch("PRAGMA data_version", ())[0][0]
+        known = self._counted.get(name)
+        if known is not None and (known.written == written or time.monotonic() < known.due):
+            return cast("_T", known.value)
+        began = time.thread_time()
+        value = compute()
+        took = time.thread_time() - began
+        due = time.monotonic() + SHARE * took if took > LONG_S else 0.0
+        self._counted[name] = _Counted(value, written, due)
+        return value
 
     def _fetch(self, statement: str, values: Sequence[Any]) -> list[Any]:
         with self._reading:
@@ -386,13 +459,6 @@ def _conditions(query: GroupQuery) -> tuple[list[str], list[Any]]:
         clauses.append("failed > 0")
     if query.dropped:
         clauses.append("dropped IS NOT NULL")
-    if query.text:
-        # SQLite's LIKE ends a pattern at a NUL, and would match everything.
-        escaped = query.text.replace("\x00", "\ufffd")
-        for letter in "\\%_":
-            escaped = escaped.replace(letter, f"\\{letter}")
-        clauses.append("(task LIKE ? ESCAPE '\\' OR cause LIKE ? ESCAPE '\\')")
-        values += [f"%{escaped}%"] * 2
     return clauses, values
 
 

@@ -35,7 +35,8 @@ Place = tuple[str, int, str]
 class GroupIndexer:
     """Indexes the versions of a run in turns of bounded time.
 
-    ``behind`` is the number of versions still to be indexed.
+    ``behind`` is the number of versions still to be indexed, ``listed`` are those that were
+    committed when it last looked; None before it looked.
     """
 
     def __init__(self, bucket: Bucket, run: Run, index: GroupIndex) -> None:
@@ -44,6 +45,7 @@ class GroupIndexer:
         self._index = index
         self._todo: list[int] = []
         self._top: int | None = None
+        self.listed: list[int] | None = None
 
     @property
     def behind(self) -> int:
@@ -67,6 +69,7 @@ class GroupIndexer:
     def _find_new(self) -> None:
         """Finds versions that were committed since the last call."""
         fresh = sorted(committed_versions(self._bucket, newer_than=self._top))
+        self.listed = [*(self.listed or []), *fresh]
         if self._top is None:
             done = self._index.indexed_versions()
             fresh = [version for version in fresh if version > 0 and version not in done]

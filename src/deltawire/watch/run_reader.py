@@ -27,7 +27,7 @@ from deltawire.errors import DeltawireError, InputError
 from deltawire.events import Event, Parity
 from deltawire.runtime.event_tail import EventTail
 from deltawire.store import Bucket
-from deltawire.sync import require_run
+from deltawire.sync import committed_versions, require_run
 from deltawire.watch.group_index import GroupIndex
 from deltawire.watch.group_indexer import GroupIndexer
 from deltawire.wire import keys
@@ -66,7 +66,7 @@ class RunReader:
         self.bucket = bucket
         self.run: Run = require_run(bucket)
         self.config = _config(self.run, bucket)
-        self.index = GroupIndex(folder / f"{_cache_name(bucket, self.run)}.sqlite")
+        self.index = GroupIndex(index_path(folder, bucket, self.run))
         self.indexer = GroupIndexer(bucket, self.run, self.index)
         self.complete = False
         self.error = ""
@@ -127,6 +127,14 @@ class RunReader:
         """Returns ``compute`` of the state, which must be quick."""
         with self._lock:
             return compute(self._state)
+
+    def versions(self) -> list[int]:
+        """The committed versions, in order. Only those that are new are listed, since a run may
+        have 100,000."""
+        known = self.indexer.listed
+        if not known:
+            return committed_versions(self.bucket)
+        return known + committed_versions(self.bucket, newer_than=known[-1])
 
     def parity_of(self, version: int) -> Parity | None:
         """The measurements of the step that made a version."""
@@ -190,8 +198,10 @@ def _config(run: Run, bucket: Bucket) -> RunConfig | None:
         return None
 
 
-def _cache_name(bucket: Bucket, run: Run) -> str:
-    """A name from the run's id and its location, because another run may claim the same id."""
+def index_path(folder: Path, bucket: Bucket, run: Run) -> Path:
+    """Returns where a run's index is kept: named by the run's id and its location, because another
+    run may claim the same id."""
     import blake3
 
-    return blake3.blake3(f"{bucket.url}\n{run.id}".encode()).hexdigest()[:32]
+    name = blake3.blake3(f"{bucket.url}\n{run.id}".encode()).hexdigest()[:32]
+    return folder / f"{name}.sqlite"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -173,14 +174,23 @@ class WeightChanges:
             relative=norm / old if norm is not None and old else None,
         )
 
-    def layers(self, measure: Measure, *, last: int | None, count: int) -> LayerMap:
+    def layers(
+        self,
+        measure: Measure,
+        *,
+        last: int | None,
+        count: int,
+        known: Sequence[int] | None = None,
+    ) -> LayerMap:
         """Returns a value for each layer of ``count`` versions up to ``last``: bits an element, the
         share that changed, or the norm of the update over that of the weights.
 
         ``bits`` are read of versions at equal distances; the others of versions in a row, since
-        each is decoded on the one before. Raises `InputError` for a model too large for that.
+        each is decoded on the one before. ``known`` are the committed versions, in order, where
+        they were listed before. Raises `InputError` for a model too large for that.
         """
-        known = [version for version in committed_versions(self._bucket) if version > 0]
+        known = committed_versions(self._bucket) if known is None else known
+        known = [version for version in known if version > 0]
         known = [version for version in known if last is None or version <= last]
         if measure == "bits":
             count = min(count, MAX_MAPPED_VERSIONS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from watch_browser import Visit, chromium, served
 from watched_run import HOSTILE, write_run
@@ -104,3 +106,43 @@ def test_a_page_without_the_token_shows_nothing_of_the_run(page) -> None:
     assert "open the link that deltawire watch printed" in tab.inner_text("main")
     assert "watched" not in tab.inner_text("body")
     context.close()
+
+
+def test_the_release_to_live_users_is_in_the_overview(page) -> None:
+    browser, link = page
+    visit = Visit(browser, link)
+    with visit.page.expect_response("**/api/runs/0/overview") as box:
+        visit.open("/run/0/overview")
+    found = box.value.json()
+    assert visit.page.locator("#release").count() == 0
+    release = {
+        "number": 7,
+        "verdict": "canary",
+        "serving": 12,
+        "digest": "0" * 32,
+        "candidate": 20,
+        "share": 0.25,
+        "waits_for": "",
+        "restores": None,
+        "at": 1.7e9,
+        "by": "gateway-1",
+        "reason": HOSTILE,
+        "decisions": {"serve": 1, "canary": 6},
+        "void": 1,
+    }
+
+    found["status"]["release"] = release
+    visit.page.route("**/api/runs/0/overview", lambda route: route.fulfill(json=found))
+    visit.open("/run/0/overview")
+    card = visit.text("#release")
+    for words in ("20 at 25 % of users", "canary", "by gateway-1", HOSTILE[:40], "1 void"):
+        assert words in card, words
+    if folder := os.environ.get("WATCH_PICTURES"):
+        visit.page.locator("#release").screenshot(path=f"{folder}/release.png")
+    release |= {"verdict": "rollback", "share": 0.0, "restores": 9}
+    visit.open("/run/0/overview")
+    assert "12 with the weights of version 9" in visit.text("#release")
+    assert "% of users" not in visit.text("#release")
+    assert visit.page.evaluate("window.pwned") is None
+    visit.sound()
+    visit.context.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sqlite3
 
 import pytest
 
 from deltawire.errors import InputError
 from deltawire.events import Generated
+from deltawire.watch import group_index
 from deltawire.watch.group_index import GroupIndex, GroupQuery, GroupRow
 
 
@@ -153,3 +155,42 @@ def test_a_damaged_cache_is_built_again(tmp_path) -> None:
     built.close()
     assert path.stat().st_mode & 0o077 == 0
     assert path.parent.stat().st_mode & 0o077 == 0
+
+
+def test_a_text_that_many_names_contain_is_found_all_the_same(index, monkeypatch) -> None:
+    rows = [row(number, task=f"Sums/{number % 7}") for number in range(40)]
+    index.add_version(3, 1.0, rows)
+    index.add_events([generated(99, failed=1, cause="no sums here")])
+    for most in (0, 5, 2000):
+        monkeypatch.setattr(group_index, "MOST_NAMES", most)
+        assert len(sequences(index, text="SUMS")) == 41
+        assert sequences(index, text="sums here") == [99]
+        assert len(sequences(index, text="s/3", reward_max=0.5)) == 6
+        assert sequences(index, text="products") == []
+
+
+def test_counts_that_take_long_are_kept_for_a_while(index, monkeypatch) -> None:
+    index.add_events([generated(1)])
+    assert (index.count, index.facets().groups) == (1, 1)
+    index.add_events([generated(2)])
+    assert (index.count, index.facets().groups) == (2, 2)
+    monkeypatch.setattr(group_index, "LONG_S", -1.0)
+    monkeypatch.setattr(group_index, "SHARE", 1e9)
+    index.add_events([generated(3)])
+    assert index.count == 3
+    index.add_events([generated(4)])
+    assert index.count == 3
+    assert len(sequences(index)) == 4
+
+
+def test_a_file_of_an_older_release_is_built_again(tmp_path) -> None:
+    path = tmp_path / "cache" / "groups.sqlite"
+    first = GroupIndex(path)
+    first.add_events([generated(1)])
+    first.close()
+    with sqlite3.connect(path) as file:
+        file.execute("PRAGMA user_version = 1")
+    file.close()
+    second = GroupIndex(path)
+    assert second.count == 0
+    second.close()

@@ -106,7 +106,7 @@ export function curveCard({ id, title, caption, unit = "", series, log = false, 
     const index = (key) => 1 + lines.findIndex((one) => one.key === key);
     const bands = lines.filter((one) => one.low).map((one) => ({ series: [index(one.key), index(one.low)], fill: () => mix(color(one.color), 0.16) }));
     return {
-      width, height, padding: [10, 20, 0, 0], pxAlign: false, legend: { show: false }, bands,
+      width, height, padding: [10, 30, 0, 0], pxAlign: false, legend: { show: false }, bands,
       scales: {
         x: { time: false, range: (self, low, high) => (low === high || low === null ? [Math.max(0, (low ?? 0) - 1), (high ?? 0) + 1] : [low, high]) },
         y: { distr: log ? 3 : 1, range: (self, low, high) => range(low, high, { log, zero, share }) },

@@ -209,6 +209,7 @@ function showFigures(place, found, { home }) {
       h("tbody", {}, sets.map(([name, one]) => h("tr", {}, h("th", { scope: "row" }, clean(name, 60)), h("td", { class: "number" }, percent(one.accuracy)), h("td", { class: "number" }, percent(one.greedy)), h("td", { class: "number" }, number(one.reward)), h("td", { class: "number" }, number(one.problems)))))))) : null,
     sources.length ? card("Held-out documents", { id: "sources", caption: "The newest loss on each source, in nats a token." }, h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Source", "Loss", "Perplexity", "Tokens", "Documents"].map((name, at) => h("th", { scope: "col", class: at ? "number" : null }, name)))),
       h("tbody", {}, sources.map(([name, one]) => h("tr", {}, h("th", { scope: "row" }, clean(name, 60)), ["loss", "perplexity", "tokens", "documents"].map((part) => h("td", { class: "number" }, number(one[part]))))))))) : null,
+    status?.release ? releaseCard(status.release, home) : null,
     failures.length ? card("Failures", { id: "failures", caption: "By cause, over the last minutes." }, pairs(failures.slice(0, 40).map(([cause, count]) => [cause.startsWith("episode: ") ? h("a", { href: `${home}/rollouts?${new URLSearchParams({ cause: cause.slice(9) })}` }, clean(cause, 120)) : clean(cause, 120), number(count)]))) : null,
     card("Journal", { id: "journal", caption: "Starts, ends, restarts, alarms and changed settings, the newest first.", tools: buttons(["CSV", "Download the journal", () => download("journal.csv", csv([["time", "process", "event"], ...found.notes.map((one) => [when(one.at), one.process, one.text])]))]) },
       found.notes.length ? h("ol", { class: "journal", tabindex: 0, "aria-label": "Journal" }, found.notes.map((one) => h("li", { class: one.bad ? "bad" : null }, h("time", {}, clock(one.at)), h("b", {}, clean(one.process, 40)), h("span", {}, clean(one.text, 300))))) : empty("Nothing yet.")),
@@ -216,4 +217,18 @@ function showFigures(place, found, { home }) {
       details("figures-more", `${measured.length} figures`, pairs(measured.map((one) => [one.help, one.text]))),
       Object.keys(status?.settings || {}).length ? details("settings-more", "Changed settings", pairs(Object.entries(status.settings).map(([name, value]) => [clean(name, 80), clean(JSON.stringify(value), 80)]))) : null),
   );
+}
+
+// Which version serves live users, the canary if there is one, and who decided it why.
+function releaseCard(release, home) {
+  const version = (number_) => h("a", { href: `${home}/weights/${number_}` }, number(number_));
+  const canary = release.candidate !== null && release.verdict !== "rollback";
+  const counts = Object.entries(release.decisions).map(([verdict, count]) => `${verdict} ${number(count)}`).join(", ");
+  return card("Release", { id: "release", caption: "Which version serves live users, by the newest decision in the bucket." }, pairs([
+    ["serving", release.restores === null ? version(release.serving) : [version(release.serving), " with the weights of version ", version(release.restores)]],
+    canary ? ["candidate", [version(release.candidate), ` at ${percent(release.share, 0)} of users `, h("progress", { max: 1, value: release.share, "aria-label": "share of users on the candidate" })]] : null,
+    ["decision", [h("b", { class: release.verdict === "rollback" ? "bad" : null }, clean(release.verdict, 20)), release.waits_for ? `, waits for ${release.waits_for === "person" ? "a person" : clean(release.waits_for, 20)}` : "", ` · ${when(release.at)} by ${clean(release.by, 64)}`]],
+    ["reason", clean(release.reason, 400) || MISSING],
+    ["decisions", counts + (release.void ? `; ${number(release.void)} void` : "")],
+  ].filter(Boolean)));
 }
