@@ -160,7 +160,7 @@ def prepared():
             yield pytest.param(one, id=one.place, marks=pytest.mark.drills if slow else ())
 
 
-@pytest.mark.parametrize("block", prepared())
+@pytest.mark.parametrize("block", list(prepared()))
 def test_a_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DELTAWIRE_DURABLE", "0")
