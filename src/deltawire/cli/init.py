@@ -80,12 +80,14 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.display import safe_line
 
     shown = safe_line(str(path))
-    print(  # noqa: T201
-        f"wrote {shown}\n"
-        f"  deltawire run {shown} --dry-run       checks it and prints every setting\n"
-        f"  deltawire run {shown}                 starts it, or continues it\n"
-        f"  deltawire watch runs/{config.name}/bucket   shows it in a browser"
-    )
+    commands = {
+        f"deltawire run {shown} --dry-run": "checks it and prints every setting",
+        f"deltawire run {shown}": "starts it, or continues it",
+        f"deltawire watch runs/{config.name}/bucket": "shows it in a browser",
+    }
+    width = max(map(len, commands))
+    lines = [f"  {command:<{width}}  {does}" for command, does in commands.items()]
+    print("\n".join([f"wrote {shown}", *lines]))  # noqa: T201
     return 0
 
 
