@@ -86,6 +86,13 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("strict_skips"):
         config.pluginmanager.register(SkipList(SKIPS), "skip-list")
+    # Not in the environment that has only vLLM's own packages.
+    if importlib.util.find_spec("hypothesis") is not None:
+        from hypothesis import HealthCheck, settings
+
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
+        settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items):

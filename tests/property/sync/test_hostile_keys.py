@@ -95,9 +95,7 @@ def whole():
     return bucket
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(crowd=st.sets(KEYS, max_size=12))
 def test_listed_keys_steer_nobody(whole, monkeypatch, crowd):
     monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
