@@ -17,6 +17,8 @@ from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, require_run
 from deltawire.train.build import build_model, byte_tokenizer
 
+pytestmark = pytest.mark.drills
+
 
 def pulled(folder: Path, exporter: str):
     """A pulled directory of version 0, and the model with the values that samplers compute with."""
@@ -39,12 +41,8 @@ def pulled(folder: Path, exporter: str):
 @pytest.mark.parametrize("exporter", ["fp8-block", "fp8-block-f32-ct", "int4-g32", "mxfp4"])
 def test_transformers_dequantizes_what_samplers_hold(tmp_path, exporter):
     folder, served = pulled(tmp_path, exporter)
-    deepseek = exporter == "fp8-block"
-    how = (
-        FineGrainedFP8Config(dequantize=True)
-        if deepseek
-        else CompressedTensorsConfig(dequantize=True)
-    )
+    stored = FineGrainedFP8Config if exporter == "fp8-block" else CompressedTensorsConfig
+    how = stored(dequantize=True)
     model, report = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, quantization_config=how, output_loading_info=True
     )
