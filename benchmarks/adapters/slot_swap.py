@@ -137,6 +137,7 @@ class _Served:
         )
         self._core: Any = self._llm.llm_engine.engine_core.engine_core
         self._requests = iter(range(1 << 30))
+        self.parts: list[dict[str, float]] = []
 
     def swap_ms(self) -> tuple[float, int]:
         """Publishes a version and swaps it in; returns the engine's pause and the changes."""
@@ -157,7 +158,9 @@ class _Served:
             self._keep_busy()
             self._llm.llm_engine.step()
         status = self._status()
-        return status["last_swap"]["engine_ms"], status["ranks"][0]["swap"]["changes"]
+        swap = status["ranks"][0]["swap"]
+        self.parts.append({name: swap[name] for name in ("agree_ms", "scatter_ms", "whole_ms")})
+        return status["last_swap"]["engine_ms"], swap["changes"]
 
     def load_inplace_ms(self) -> float:
         """Has vLLM load the present adapter from its directory in place; returns the time."""
@@ -263,6 +266,7 @@ def main(folder: str, repeats: str, seed: str, result: str) -> None:
     elements = sum(bits.size for bits in served.adapter.values())
     found = {
         "swap_ms": swaps[WARM:],
+        "swap_parts_ms": served.parts[WARM:],
         "load_inplace_ms": loads[WARM:],
         "adapter_elements": elements,
         "changed_elements": changes,
