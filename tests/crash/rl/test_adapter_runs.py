@@ -14,16 +14,18 @@ from granted_groups import start_with_groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deltawire.cli.main import main
-from deltawire.config import parse_config
+from deltawire.config import BuildConfig, parse_config
 from deltawire.errors import InputError
 from deltawire.export.adapter import PREFIX, open_model
-from deltawire.export.models import fetch_model_files
+from deltawire.export.models import fetch_model_files, save_model
 from deltawire.export.source import open_source
+from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.rl.trainer.verify_training import verify_training
 from deltawire.runtime.process import Process, open_run
-from deltawire.store import Bucket
-from deltawire.sync import load_mirror, read_history, read_manifest
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import load_mirror, read_history, read_manifest, read_run
+from deltawire.train.build import build_model, byte_tokenizer
 
 VERSIONS = 4
 
@@ -176,6 +178,26 @@ def test_a_run_without_an_adapter_is_refused(command, said, tmp_path, capsys):
     name, *options = command
     assert main([name, bucket.url, str(tmp_path / "m"), *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_vllm_cannot_serve_of_the_models_layers_is_refused_before_anything_is_stored(tmp_path):
+    """The configuration names layers by a last part, which in this model is a stack of experts."""
+    sizes = BuildConfig(
+        family="qwen3_moe", hidden_size=32, layers=1, head_size=16, feed_forward_size=32,
+        experts=4, experts_per_token=2, context=64,
+    )  # fmt: skip
+    save_model(build_model(sizes, seed=0), byte_tokenizer(), tmp_path / "model")
+    raw = {
+        "name": "x",
+        "model": {"path": str(tmp_path / "model")},
+        "train": {"adapter": {"kind": "lora", "targets": ["q_proj", "down_proj"]}},
+        "rollout": {"engine": "vllm"},
+    }
+    config = parse_config(raw, source="s")
+    bucket = open_bucket(str(tmp_path / "bucket"), create=True)
+    with pytest.raises(InputError, match=r"adapter of experts in vLLM: \S*experts\.down_proj"):
+        start_run(bucket, config, tmp_path / "model")
+    assert read_run(bucket) is None
 
 
 def test_dropout_is_refused_by_name():
