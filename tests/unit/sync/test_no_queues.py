@@ -7,14 +7,15 @@ import pytest
 from shard_ranks import RANKS, close, publish_all, rank_publisher
 
 from deltawire.store import REQUESTS, open_bucket
-from deltawire.sync import load_mirror, open_publisher, prune, read_manifest
+from deltawire.sync import Relay, load_mirror, open_publisher, prune, read_manifest
 from deltawire.sync.follow import fetch
+from deltawire.sync.maintain import relay as maintain_relay
 from deltawire.sync.publish import anchors, encoding
 from deltawire.sync.publish.sharded import WAITING_REQUESTS_PER_S, waiting_pause_s
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.simulated import SimulatedBucket
 from deltawire.testing.tiny import audit, start_publisher, start_run, weights
-from deltawire.wire import keys
+from deltawire.wire import keys, piece_table
 
 BLOBS = 40
 
@@ -61,6 +62,39 @@ def test_uploads_overlap_and_are_bounded(monkeypatch):
 
     assert 1 < most(1 << 20) <= encoding.UPLOADS
     assert most(1) == 1
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 20])
+def test_a_relay_copies_many_blobs_at_once(many_blobs, monkeypatch, limit):
+    """Between two remote stores, as many as fit into its memory."""
+    inner, run, _ = many_blobs
+    monkeypatch.setattr(maintain_relay, "COPIED_BYTES", limit)
+    source = SimulatedBucket(inner, latency_s=0.002)
+    target = SimulatedBucket(open_bucket("memory://other"), latency_s=0.002)
+    relay = Relay(source, target, start=0)
+    relay.step()
+    source.most_at_once = 0
+    relay.step()
+    relay.close()
+    assert relay.version == 1
+    assert source.most_at_once <= 2 if limit == 1 else source.most_at_once > 2
+    assert load_mirror(target, run).version == 1
+    assert set(target.list(keys.BLOBS)) == set(inner.list(keys.BLOBS))
+
+
+def test_one_writer_stores_its_piece_table_once(monkeypatch):
+    bucket = SimulatedBucket(open_bucket("memory://"), latency_s=0.0)
+    monkeypatch.setattr(piece_table, "INLINE_BYTES", 16)
+    bits = np.arange(1 << 12, dtype=np.uint16)
+    publisher = open_publisher(
+        bucket, {"w": bits}, chunk=256, anchor_every=0, compaction_strides=()
+    )
+    before = bucket.requests["put"]
+    publisher.publish({"w": bits ^ np.uint16(1)})
+    publisher.flush()
+    publisher.close()
+    assert bucket.requests["put"] - before == 2  # A blob of pieces, and their table.
+    assert not read_manifest(bucket, publisher.run, 1).delta.table.inline
 
 
 def test_ranks_commit_through_a_slow_store():

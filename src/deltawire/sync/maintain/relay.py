@@ -40,7 +40,7 @@ from blake3 import blake3
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import REQUESTS, Bucket, RetryingBucket, in_parallel
 from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import (
     check_signed,
@@ -76,6 +76,9 @@ from deltawire.wire.seal import Signer, seal
 
 PRUNE_EVERY_S = 300.0
 """Seconds between checks of what the source has pruned, while it has no new version."""
+
+COPIED_BYTES = 256 << 20
+"""The most bytes of blobs that are copied at once, except for one blob that is larger."""
 
 PATIENCE = 16
 """After this many further versions, a compacted delta that is missing at the source of a signed run
@@ -147,6 +150,7 @@ class Relay:
         self.source = RetryingBucket.over(source)
         self.destination = RetryingBucket.over(destination)
         self._threads = threads
+        self._counting = threading.Lock()
         self.crossed = 0
         """Bytes of manifests, blobs and run.json that this object has read from the source."""
         self._retain = retain
@@ -420,13 +424,19 @@ class Relay:
 
     def _copy_refs(self, refs: list[BlobRef], version: int | None = None) -> None:
         """Copies the blobs that the destination lacks, each checked against its name."""
-        for ref in refs:
+
+        def copy(ref: BlobRef) -> None:
             if self.destination.size(keys.blob(ref.hash)) != ref.bytes:
                 self._copy_blob(ref, version)
 
+        largest = max((ref.bytes for ref in refs), default=0)
+        far = self.destination if self.source.local else self.source
+        in_parallel(far, copy, refs, at_once=copies_at_once(largest))
+
     def _copy_blob(self, ref: BlobRef, version: int | None) -> None:
         data = get_blob(self.source, ref, version=version)
-        self.crossed += len(data)
+        with self._counting:
+            self.crossed += len(data)
         put_blob(self.destination, bytes(data))
 
     def _move(self, manifest: Manifest) -> tuple[int, int]:
@@ -547,6 +557,11 @@ class Relay:
                 version=manifest.version,
                 key=key,
             )
+
+
+def copies_at_once(largest: float) -> int:
+    """Returns how many blobs of at most ``largest`` bytes a relay copies together."""
+    return max(1, min(REQUESTS, int(COPIED_BYTES / max(largest, 1.0))))
 
 
 def _same_place(left: str, right: str) -> bool:

@@ -70,7 +70,12 @@ def merge_parts(
         )
 
     def store(payload: Payload | None) -> PayloadRef | None:
-        return None if payload is None else store_payload(bucket, run, payload, version=version)
+        if payload is None:
+            return None
+        for ref, own in (stored or {}).items():
+            if own == payload:  # Of the only writer: its part's table is the manifest's.
+                return ref
+        return store_payload(bucket, run, payload, version=version)
 
     manifest = Manifest(
         run=run.id,
