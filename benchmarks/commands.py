@@ -21,6 +21,7 @@ def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         _add_live,
         _add_budget,
         _add_scale,
+        _add_hops,
     ):
         add(benches)
 
@@ -240,3 +241,24 @@ def _add_scale(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         repeats=1,
         repeated="rounds of commit and fetch that medians are taken over",
     )
+
+
+def _add_hops(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser(
+        "hops", help="the rates of every hop of a version, as a file for deltawire plan"
+    )
+    parser.add_argument("--out", default="", metavar="FILE.json", help="write the rates there")
+    parser.add_argument(
+        "--precisions", default="bf16,fp8", help="precisions of the codec (%(default)s)"
+    )
+    parser.add_argument(
+        "--stores", default="folder,s3", help="folder, s3 (a local server), URLs (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="rounds that medians are taken over")
+    parser.add_argument(
+        "--fastest",
+        action="store_true",
+        help="take the fastest round instead of the median: on a machine with other work",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the values")
+    parser.add_argument("--json", action="store_true", help="print the rates as JSON")

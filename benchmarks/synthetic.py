@@ -86,16 +86,17 @@ class SyntheticSteps:
         """How large the model is."""
         return sum(bits.nbytes for bits in self.tensors.values())
 
-    def advance(self) -> None:
-        """Takes one step of the optimizer."""
+    def advance(self, density: float | None = None) -> None:
+        """Takes one step of the optimizer, which changes ``density`` of the weights if given."""
         self._step += 1
+        spread = self._spread if density is None else np.float32(_spread_for(density, self._seed))
         for number, (name, masters) in enumerate(self._masters.items()):
             bits = self.tensors[name].reshape(-1)
             for at in range(0, masters.size, _CHUNK):
                 part = masters[at : at + _CHUNK]
                 place = (self._seed, 3, self._step, number, at)
                 generator = np.random.Generator(np.random.SFC64(place))
-                part += generator.standard_normal(part.size, np.float32) * self._spread
+                part += generator.standard_normal(part.size, np.float32) * spread
                 bits[at : at + _CHUNK] = _round(part)
 
 

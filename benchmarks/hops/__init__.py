@@ -1,0 +1,1 @@
+"""Measurements of ``deltawire bench hops``: the rates that ``deltawire plan`` computes with."""
