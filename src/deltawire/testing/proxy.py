@@ -49,7 +49,9 @@ class FaultyProxy:
 
     ``rates`` gives each fault's share of the requests. With ``mercy`` a request succeeds once it
     failed so many times in a row. `choose` can be replaced for other rules. ``struck`` lists every
-    (fault, method, path) so far; ``requests`` counts all requests.
+    (fault, method, path) so far; ``requests`` counts all requests. ``delay_s`` is the pause of the
+    fault ``delay`` and may be changed at any time. ``host`` is the address to listen on, such as
+    one end of a pair of virtual network devices.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class FaultyProxy:
         rates: Mapping[NetworkFault, float] | None = None,
         mercy: int | None = None,
         delay_s: float = 0.02,
+        host: str = "127.0.0.1",
     ) -> None:
         parts = urlsplit(upstream)
         self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
         self._seed = seed
         self._mercy = mercy
-        self._delay_s = delay_s
+        self._host = host
+        self.delay_s = delay_s
         self._seen: Counter[tuple[str, str]] = Counter()
         self._in_a_row: Counter[tuple[str, str]] = Counter()
         self._connections: set[asyncio.Task[None]] = set()
@@ -112,8 +116,8 @@ class FaultyProxy:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=_MAX_HEAD_BYTES)
-        self.endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(self._serve, self._host, 0, limit=_MAX_HEAD_BYTES)
+        self.endpoint = f"http://{self._host}:{server.sockets[0].getsockname()[1]}"
         self._listening.set()
         await self._stop.wait()
         server.close()
@@ -143,7 +147,7 @@ class FaultyProxy:
         if fault == "stall":
             await asyncio.sleep(3600)
         if fault == "delay":
-            await asyncio.sleep(self._delay_s)
+            await asyncio.sleep(self.delay_s)
         if fault == "refuse":
             _end(writer, abruptly=len(self.struck) % 2 == 0)
             return
@@ -182,7 +186,7 @@ class FaultyProxy:
             if not whole:
                 writer.write_eof()  # The server sees the body end early.
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(reader.read(), self._delay_s)
+                    await asyncio.wait_for(reader.read(), self.delay_s)
                 return b""
             return await reader.read(_MAX_BODY_BYTES) + await reader.read()
         finally:
