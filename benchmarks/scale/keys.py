@@ -37,5 +37,13 @@ KEYS: Final[dict[str, Key]] = {
         "quantized", "<=", 0.003, "share of an fp8 model that a step at 3e-6 sends"
     ),
     "fp8_share_1e6": Key("quantized", "<=", 0.0013, "the same at 1e-6"),
+    "plan_time_error": Key(
+        "planned", "<=", 0.15, "median error of the planned time to the last reader, real runs"
+    ),
+    "plan_time_error_p90": Key("planned", "<=", 0.30, "the 90th percentile of the same"),
+    "plan_bytes_error": Key("planned", "<=", 0.02, "largest error of the planned bytes"),
+    "simulation_error": Key(
+        "planned", "<=", 0.15, "median error of the simulated time to the last reader"
+    ),
 }
 """Every key, in the order of the table."""

@@ -39,6 +39,7 @@ COMMANDS = (
     "rollouts",
     "metrics",
     "shapes",
+    "plan",
     "completion",
 )
 """One module here for each command, in the order of the help.
