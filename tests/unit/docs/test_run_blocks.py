@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,6 +102,14 @@ def trainers():
     return dict.fromkeys(names, Trainer) | {"data": [], "reward": None}
 
 
+def plan_file():
+    """The plan that the block reads."""
+    folder = Path("examples/plans")
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / folder / "100-gpus-15s.toml", folder)
+    return {}
+
+
 def rllib_config():
     """RLlib's configuration."""
     ppo = pytest.importorskip("ray.rllib.algorithms.ppo")
@@ -121,6 +130,7 @@ PREPARED = {
     "docs/ENVIRONMENTS.md: def reward(": dict,
     "docs/ENVIRONMENTS.md: class Guess(": dict,
     "docs/ENVIRONMENTS.md: async def harness(": dict,
+    "docs/PLANNING.md: plan = make_plan(": plan_file,
     "docs/SHAPES.md: profile = resolve_training_profile(": dict,
     "docs/TRAINING.md: part.loss.backward()": loss_inputs,
     "docs/TRAINING.md: def one_sided(": dict,

@@ -154,7 +154,7 @@ class Relaying:
 
 @dataclass(frozen=True)
 class Described:
-    """What the formulas and the simulation compute from.
+    """A fleet as the arguments of the formulas and of the simulation.
 
     Example::
 

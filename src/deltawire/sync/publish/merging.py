@@ -69,21 +69,13 @@ def merge_parts(
             version=version,
         )
 
-    def store(payload: Payload | None) -> PayloadRef | None:
-        if payload is None:
-            return None
-        for ref, own in (stored or {}).items():
-            if own == payload:  # Of the only writer: its part's table is the manifest's.
-                return ref
-        return store_payload(bucket, run, payload, version=version)
-
     manifest = Manifest(
         run=run.id,
         version=version,
         base=base,
         base_digest=base_digest,
-        delta=store(delta),
-        anchor=store(anchor),
+        delta=_store(bucket, run, version, delta, stored or {}),
+        anchor=_store(bucket, run, version, anchor, stored or {}),
         digest=digest,
         epoch=parts[0].epoch,
         nonce=nonce,
@@ -92,6 +84,22 @@ def merge_parts(
         metadata=metadata or {},
     )
     return manifest, [payload for payload in (delta, anchor) if payload is not None]
+
+
+def _store(
+    bucket: Bucket,
+    run: Run,
+    version: int,
+    payload: Payload | None,
+    stored: Mapping[PayloadRef, Payload],
+) -> PayloadRef | None:
+    """Stores a merged payload's piece table, unless it is that of the only writer's part."""
+    if payload is None:
+        return None
+    for ref, own in stored.items():
+        if own == payload:
+            return ref
+    return store_payload(bucket, run, payload, version=version)
 
 
 def _merged(

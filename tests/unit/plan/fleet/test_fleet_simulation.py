@@ -45,7 +45,7 @@ def test_a_rate_is_divided_equally():
 
 
 def test_shared_rates_equal_a_slow_simulation():
-    """The same ends as dividing the capacity anew in small steps of time."""
+    """The same ends as dividing the capacity in small steps of time."""
     rng = random.Random(3)
     uses = [(rng.random() * 3, 0.2 + rng.random() * 3) for _ in range(12)]
     left, clock, step, slow = dict(enumerate(a for _, a in uses)), 0.0, 1e-4, {}

@@ -34,7 +34,7 @@ from deltawire.plan.fleet.simulation.transfers import (
 
 
 class SimulatedFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulation counted. Seconds to the last reader are by region, over all versions.
+    """The counts of a simulation. Seconds to the last reader are by region, over all versions.
 
     ``granted`` rollouts are ``trained`` on, ``evicted``, ``lost`` (and granted again), or
     ``outstanding``. ``idle_share`` is the trainer's time without enough of them. The first third of
