@@ -2,7 +2,8 @@
 # make live           sets everything up, and learns from simulated users for three minutes
 # make test           sets everything up and checks everything but the drills
 # make drills         kills, cuts off and damages runs; DRILLS=5 does each drill five times, and
-#                     SHORT=1 leaves out those that start several jobs one after another
+#                     SHORT=1 leaves out those that start several jobs one after another, and
+#                     keeps the examples of property tests
 # make test-engines   follows runs with vLLM, for every family of models, on one rank and on two
 # make docs           builds the documents as a site, in build/site
 # make dist           builds the source archive and a wheel, and tests it in an empty environment
@@ -34,7 +35,7 @@ test: lint
 	$(PYTEST)
 
 drills: setup
-	$(PYTEST) -m 'drills and not matrix$(if $(SHORT), and not long)' --drills $(or $(DRILLS),1)
+	$(if $(SHORT),,NEW_EXAMPLES=1) $(PYTEST) -m 'drills and not matrix$(if $(SHORT), and not long)' --drills $(or $(DRILLS),1)
 
 # vLLM's CPU build has its own environment; `make drills` builds it on first use too.
 engines:

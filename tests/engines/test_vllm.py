@@ -264,7 +264,7 @@ THINKING = """
 environment = "serial_steps"
 dataset = "parity"
 options = { min_length = 2, max_length = 8, chain_share = 0.5, start = "(", end = ")" }
-prompt = "{question}"
+prompt = "{question}("
 heldout = 4
 [rollout]
 workers = 1
@@ -277,11 +277,6 @@ start = "("
 end = ")"
 budgets = [2, 6]
 answer_tokens = 4
-[warm_start]
-max_steps = 60
-check_every = 60
-learning_rate = 5e-3
-batch = 32
 """
 
 
@@ -304,7 +299,7 @@ def test_a_run_with_thinking_budgets_samples_from_vllm(vllm_python, tmp_path):
             for start, stop in one.thinking.forced:
                 assert not one.mask_T[start:stop].any(), "inserted tokens are not in the loss"
     assert budgets == {2, 6}
-    assert ends["forced"], "a budget of two ends some chains"
+    assert ends["forced"], "a random model does not close its chain"
 
 
 def whole_run(vllm_python, text, folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ def run_and_kill_a_worker(
             if killed is not None:
                 heartbeat = read_heartbeat(bucket, killed)
                 assert heartbeat is not None, "a worker's heartbeat precedes its groups"
-                os.kill(heartbeat.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # Somebody else restarts it.
+                    os.kill(heartbeat.pid, signal.SIGKILL)
         time.sleep(0.02)
     return killed
