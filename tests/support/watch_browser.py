@@ -109,5 +109,5 @@ class Visit:
         width = self.page.evaluate("innerWidth")
         wide = self.page.evaluate("document.documentElement.scrollWidth")
         assert wide <= width, f"{self.page.url} is {wide} px wide in a window of {width}"
-        assert self.errors == []
-        assert self.elsewhere == []
+        assert not self.errors, self.errors
+        assert not self.elsewhere, self.elsewhere

@@ -51,7 +51,6 @@ CONTRADICTIONS = {
     },
     "retain and kl": {"retain": {"versions": 5}, "train.loss": {"kl": "k3"}},
     "vllm, top_p": {"rollout": {"engine": "vllm", "temperature": 0.7, "top_p": 0.9}},
-    "vllm, adapter": {"rollout": {"engine": "vllm"}, "train.adapter": {"kind": "lora"}},
     "workers": {"workers": {"allow": ["other*"]}, "rollout": {"workers": 2}},
 }  # fmt: skip
 

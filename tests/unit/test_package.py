@@ -224,7 +224,7 @@ FLAGS = {
         "--published",
         "--json",
     },
-    "plan": {"--rates", "--what-if", "--simulate", "--seed", "--plot", "--json"},
+    "plan": TRUST | {"--rates", "--what-if", "--simulate", "--seed", "--plot", "--json"},
     "replay": TRUST | {"--from", "--to", "--dump", "--out", "--json"},
     "status": TRUST | {"--watch", "--every", "--json", "--window"},
     "forecast": TRUST | {"--of", "--compute", "--from", "--plot", "--json"},

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltawire.cli.arguments import add_json, at_least
+from deltawire.cli.arguments import add_json, add_trust, at_least, trust_of
 
 if TYPE_CHECKING:
     from deltawire.plan.fleet.planner import FleetPlan
@@ -44,6 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--seed", type=at_least(0), default=0, help="the seed of the simulation")
     parser.add_argument("--plot", default="", metavar="FILE", help="draw it: .svg, .png, .pdf")
+    add_trust(parser)
     add_json(parser)
 
 
@@ -59,12 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.plan.fleet.what_if import parse_what_if, plan_what_if
 
     rates = read_rates(Path(arguments.rates)) if arguments.rates else shipped_rates()
-    path = Path(arguments.plan)
     if arguments.what_if:
         if arguments.simulate:
             raise InputError("--what-if and --simulate are given together: choose one")
         keys = parse_what_if(arguments.what_if)
-        rows = plan_what_if(keys, lambda changes: _plan(path, rates, changes))
+        rows = plan_what_if(keys, lambda changes: _plan(arguments, rates, changes))
         if arguments.plot:
             draw_what_if(rows, Path(arguments.plot))
         if arguments.json:
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             Console().print(what_if_view(rows))
         return 0
-    plan = _plan(path, rates, {})
+    plan = _plan(arguments, rates, {})
     if arguments.plot:
         draw_plan(plan, Path(arguments.plot))
     if arguments.simulate:
@@ -84,13 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(path: Path, rates: Rates, changes: dict[str, str]) -> FleetPlan:
+def _plan(arguments: argparse.Namespace, rates: Rates, changes: dict[str, str]) -> FleetPlan:
     from deltawire.plan.fleet.planner import make_plan
     from deltawire.plan.fleet.request import read_request
+    from deltawire.runtime.trusted import open_trusted
 
+    path, trust = Path(arguments.plan), trust_of(arguments)
     request = read_request(path, changes)
     model = request.architecture(path.parent)
-    return make_plan(request, model, rates, changed=request.changed(rates))
+    changed = request.changed(rates, open_run=lambda location: open_trusted(location, trust))
+    return make_plan(request, model, rates, changed=changed)
 
 
 def _simulate(arguments: argparse.Namespace, rates: Rates, plan: FleetPlan) -> int:

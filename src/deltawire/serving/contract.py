@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from deltawire.errors import InputError
+from deltawire.wire.objects import prepared
 
 MAX_REQUEST_BYTES = 1 << 16
 
@@ -100,7 +101,7 @@ def read_request(data: bytes) -> HotLoad:
     if len(data) > MAX_REQUEST_BYTES:
         raise InputError(f"the request has {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
     try:
-        return msgspec.json.decode(data, type=HotLoad)
+        return msgspec.json.decode(data, type=prepared(HotLoad))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error) or type(error).__name__
         raise InputError(f"not a hot-load request: {reason.replace('`$.', '`')}") from error

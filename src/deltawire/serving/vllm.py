@@ -13,6 +13,7 @@ from deltawire.engines.vllm.remote import MAX_ANSWER_BYTES, EngineStatus, Engine
 from deltawire.errors import CorruptError, ResyncError, RetryError
 from deltawire.serving.contract import CacheReset
 from deltawire.serving.replica import HeldVersion
+from deltawire.wire.objects import prepared
 
 POLL_EVERY_S = 0.05
 ANSWER_WITHIN_S = 30.0
@@ -96,7 +97,7 @@ class VllmReplica:
                 f"replica {self.name} does not answer: {type(error).__name__}"
             ) from error
         try:
-            return msgspec.json.decode(data, type=EngineStatuses).results[0]
+            return msgspec.json.decode(data, type=prepared(EngineStatuses)).results[0]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptError(
                 f"replica {self.name}'s answer to {method} cannot be read: {str(error)[:200]}"

@@ -20,6 +20,7 @@ from msgspec import Meta
 from deltawire.errors import InputError
 from deltawire.tinker import schema
 from deltawire.train.client.types import AdamParams, Datum, ModelInput, SamplingParams
+from deltawire.wire.objects import prepared
 
 MAX_CHUNK_DATA = 1024
 """The most data of one forward_backward request."""
@@ -268,7 +269,7 @@ def read_json(body: bytes, kind: type[M]) -> M:
 def decode_body(body: bytes, kind: Any) -> Any:
     """Decodes JSON as ``kind``; raises `InputError`."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=prepared(kind))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InputError(f"the request cannot be honored: {error}") from error
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.tinker import schema
 from deltawire.train.client.types import ForwardBackwardOutput, SampleResponse
+from deltawire.wire.objects import prepared
 
 MAX_RESULT_BYTES = 1 << 30
 Category = Literal["user", "server"]
@@ -47,7 +48,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
     def decoded(cls, data: bytes, *, run: str, key: str) -> RequestResult:
         """Reads `encoded`; raises `CorruptError`."""
         try:
-            return msgspec.msgpack.decode(data, type=cls)
+            return msgspec.msgpack.decode(data, type=prepared(cls))
         except msgspec.DecodeError as error:
             raise CorruptError(f"a result cannot be read: {error}", run=run, key=key) from error
 

@@ -29,7 +29,7 @@ from deltawire.store import Bucket, RetryingBucket
 from deltawire.tinker.requests import KINDS, MAX_BODY_BYTES, LoraConfig, Name, Notes, Number
 from deltawire.tinker.results import MAX_RESULT_BYTES, RequestResult
 from deltawire.wire import keys
-from deltawire.wire.objects import decode_json, encode_json
+from deltawire.wire.objects import decode_json, encode_json, prepared
 
 MAX_RECORD_BYTES = 1 << 20
 _MODEL = re.compile(r"([0-9a-f]{32}):train:([0-9]{1,9})\Z")
@@ -190,7 +190,7 @@ class ServerState:
         if data is None:
             return None
         try:
-            found = msgspec.msgpack.decode(data, type=StoredRequest)
+            found = msgspec.msgpack.decode(data, type=prepared(StoredRequest))
         except msgspec.DecodeError as error:
             raise CorruptError("a request cannot be read", run=self.url, key=key) from error
         if found.kind not in KINDS:

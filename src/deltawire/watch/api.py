@@ -57,6 +57,7 @@ from deltawire.watch.group_view import GroupReader
 from deltawire.watch.run_reader import RunReader
 from deltawire.watch.trainer_scores import TrainerScores
 from deltawire.watch.weights import Measure, WeightChanges, find_route
+from deltawire.wire.objects import prepared
 
 MAX_PROCESSES = 500
 MAX_POINTS = 4000
@@ -457,6 +458,6 @@ def _query(request: web.Request) -> GroupQuery:
         if value and name in GroupQuery.__struct_fields__
     }
     try:
-        return msgspec.convert(dict(known), GroupQuery, strict=False)
+        return msgspec.convert(dict(known), prepared(GroupQuery), strict=False)
     except msgspec.ValidationError as error:
         raise InputError(f"this is not a filter of groups: {error}") from error

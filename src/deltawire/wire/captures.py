@@ -15,7 +15,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from deltawire.errors import CorruptError
-from deltawire.wire.objects import FORMAT, decode_packed, encode_packed
+from deltawire.wire.objects import FORMAT, decode_packed, encode_packed, prepared
 from deltawire.wire.receipts import MAX_SPANS, Arm, Pseudonym, Span
 from deltawire.wire.run import Identity, PublicKey
 
@@ -186,7 +186,7 @@ def decode_segment(
     if (segment.format, segment.gateway, segment.number) != (FORMAT, gateway, number):
         raise CorruptError("a segment of another place or format", run=run, key=key)
     try:
-        rows = [msgspec.msgpack.decode(row, type=kind) for row in segment.rows]
+        rows = [msgspec.msgpack.decode(row, type=prepared(kind)) for row in segment.rows]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptError(f"a row: {str(error)[:200]}", run=run, key=key) from error
     for row in rows:

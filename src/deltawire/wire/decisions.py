@@ -19,7 +19,7 @@ from msgspec import Meta
 from deltawire.errors import CorruptError
 from deltawire.wire import keys
 from deltawire.wire.ledger import DroppedRange
-from deltawire.wire.objects import FORMAT
+from deltawire.wire.objects import FORMAT, prepared
 from deltawire.wire.payload import Index
 from deltawire.wire.receipts import SERVING, Pseudonym
 from deltawire.wire.run import Identity
@@ -101,7 +101,7 @@ class RestoreRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             return None
         key, fault = keys.manifest(version), ""
         try:
-            found = msgspec.convert(values[RESTORE_RECORD], cls)
+            found = msgspec.convert(values[RESTORE_RECORD], prepared(cls))
         except msgspec.ValidationError as error:
             raise CorruptError(f"metadata: {error}", run=run, version=version, key=key) from error
         if not found.restored.version < found.first <= found.last < version:

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from deltawire.errors import CorruptError
 from deltawire.wire import keys
+from deltawire.wire.objects import prepared
 from deltawire.wire.payload import Index
 
 GROUP_HASH_DIGITS = 32
@@ -124,7 +125,7 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
         """
         key = keys.manifest(version)
         try:
-            metadata = msgspec.convert(values.get(STEP_RECORD, {}), cls)
+            metadata = msgspec.convert(values.get(STEP_RECORD, {}), prepared(cls))
         except msgspec.ValidationError as error:
             raise CorruptError(f"metadata: {error}", run=run, version=version, key=key) from error
         names = [name for name, _ in metadata.consumed]

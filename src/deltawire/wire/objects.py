@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,12 +11,32 @@ import msgspec
 from deltawire.errors import CorruptError
 
 T = TypeVar("T", bound=msgspec.Struct)
+K = TypeVar("K")
 
 FORMAT = 1
 
 
 class _Format(msgspec.Struct):
     format: int
+
+
+_PREPARED: set[Any] = set()
+_PREPARING = threading.Lock()
+
+
+def prepared(kind: K) -> K:
+    """Returns ``kind``, which threads may decode at once from now on.
+
+    msgspec describes a type to itself at its first use. In 0.22 a second thread that uses the type
+    meanwhile reads a description that is half made, and the process dies of a segmentation fault
+    (`tests/unit/wire/test_prepared_types.py`). So every type that several threads may be first to
+    decode is described here, one at a time.
+    """
+    if kind not in _PREPARED:
+        with _PREPARING:
+            msgspec.json.Decoder(kind)
+            _PREPARED.add(kind)
+    return kind
 
 
 def encode_json(value: msgspec.Struct) -> bytes:
@@ -28,7 +49,7 @@ def decode_json(data: bytes, kind: type[T], *, run: str, key: str, what: str = "
     and key.
     """
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=prepared(kind))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _unreadable(error, what or kind.__name__.lower(), run, key) from error
 
@@ -67,7 +88,7 @@ def encode_packed(value: msgspec.Struct) -> bytes:
 def decode_packed(data: bytes, kind: type[T], *, run: str, key: str) -> T:
     """Decodes and checks an object; raises `CorruptError` naming run and key."""
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgspec.msgpack.decode(data, type=prepared(kind))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _unreadable(error, kind.__name__.lower(), run, key) from error
 

@@ -22,6 +22,7 @@ import numpy as np
 from blake3 import blake3
 from msgspec import Meta
 
+from deltawire.wire.objects import prepared
 from deltawire.wire.payload import Index
 from deltawire.wire.run import Identity
 from deltawire.wire.seal import Signer
@@ -103,7 +104,7 @@ def read_receipt(text: str, *, public_key: str, run: str) -> Receipt | None:
     if len(signature) != 64 or not verify(public_key, signature, DOMAIN + payload):
         return None
     try:
-        receipt = msgspec.msgpack.decode(payload, type=Receipt)
+        receipt = msgspec.msgpack.decode(payload, type=prepared(Receipt))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
     return receipt if receipt.run == run else None

@@ -21,7 +21,7 @@ from deltawire.live.capture.spool import Spool
 from deltawire.live.capture.uploader import SpooledStream, SpoolUploader
 from deltawire.store import DelegatingBucket, open_bucket
 from deltawire.wire import keys
-from deltawire.wire.captures import Feedback, decode_segment, encode_row
+from deltawire.wire.captures import FAILED, Feedback, decode_segment, encode_row
 
 
 def append(spool, rows):
@@ -216,7 +216,9 @@ def test_a_replica_that_dies_in_mid_stream_breaks_the_stream_and_leaves_no_recei
             with pytest.raises(Exception, match=r"(?i)payload|closed|transfer|lost|reset"):
                 await at.ask(stream=True)
             assert at.recorder.counts["broken"] == 1
-            assert not (await at.uploaded())[0]
+            (broken,) = (await at.uploaded())[0]
+            assert (broken.finish, broken.tokens, broken.first_s) == (FAILED, b"", 0.0)
+            assert "failed" in broken.unusable
             at.fake.mode = "tokens"
             assert (await at.ask(stream=True))[0] == 200
 

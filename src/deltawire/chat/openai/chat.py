@@ -24,6 +24,7 @@ from deltawire.chat.messages import Message, Tool, ToolCall
 from deltawire.chat.openai.adaptive import MAX_ANSWERS, AdaptiveSampling
 from deltawire.engines.base import EVERYTHING, Truncation
 from deltawire.errors import InputError
+from deltawire.wire.objects import prepared
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
@@ -237,7 +238,7 @@ def _shared(raw: _Request) -> dict[str, Any]:
 
 def _decode(data: bytes, kind: type[Any]) -> Any:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=prepared(kind))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InputError(f"the request cannot be parsed: {error}"[:500]) from error
 

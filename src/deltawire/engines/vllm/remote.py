@@ -32,6 +32,7 @@ from deltawire.codec import Digest, Patch
 from deltawire.engines.base import Completion, OnToken, Sampling
 from deltawire.engines.vllm.routed_experts import read_routes, route_bytes
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
+from deltawire.wire.objects import prepared
 
 MAX_ANSWER_BYTES = 4 << 20
 BYTES_A_TOKEN = 1024
@@ -421,7 +422,7 @@ def _completion(choice: _Generation, sampling: Sampling) -> Completion:
 
 def _read(data: bytes | bytearray, kind: type[T], what: str) -> T:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=prepared(kind))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"vLLM's answer to {what} cannot be read: {error}") from error
 

@@ -23,6 +23,7 @@ from deltawire.wire.captures import (
     decode_segment,
     encode_segment,
 )
+from deltawire.wire.objects import prepared
 
 UPLOAD_EVERY_S = 2.0
 RETRY_AT_MOST_S = 60.0
@@ -136,6 +137,6 @@ class SpoolUploader(threading.Thread):
 
 def _user_of(row: bytes) -> str:
     try:
-        return msgspec.msgpack.decode(row, type=_Owner).user
+        return msgspec.msgpack.decode(row, type=prepared(_Owner)).user
     except msgspec.MsgspecError:
         return ""

@@ -18,6 +18,7 @@ from deltawire.live.capture.spool import Spool
 from deltawire.live.feedback.identities import ReportIdentities
 from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackRefusal
 from deltawire.wire.captures import KINDS, Feedback, Source, encode_row
+from deltawire.wire.objects import prepared
 from deltawire.wire.receipts import MAX_RECEIPT_CHARACTERS, Receipt, read_receipt
 
 MAX_BODY_BYTES = 1 << 16
@@ -100,7 +101,7 @@ class FeedbackIntake:
         receipt that is not of this deployment and run.
         """
         try:
-            report = msgspec.json.decode(body, type=Report)
+            report = msgspec.json.decode(body, type=prepared(Report))
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             self.counts["invalid"] += 1
             raise InputError(f"the feedback cannot be parsed: {error}"[:300]) from error

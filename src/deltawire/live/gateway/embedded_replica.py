@@ -27,6 +27,7 @@ from deltawire.errors import InputError
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.sync import Follower
+from deltawire.wire.objects import prepared
 
 IDLE_S = 0.005
 LATEST = 1 << 62
@@ -94,7 +95,7 @@ class EmbeddedReplica:
 
     async def _rpc(self, request: web.Request) -> web.StreamResponse:
         try:
-            call = msgspec.json.decode(await request.read(), type=_ReplicaCall)
+            call = msgspec.json.decode(await request.read(), type=prepared(_ReplicaCall))
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise InputError("the call cannot be parsed") from error
         if call.method == "deltawire_want":

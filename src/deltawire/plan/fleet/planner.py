@@ -100,7 +100,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Example::
 
-        plan = make_plan(read_request(path), shipped_rates())
+        plan = make_plan(read_request(path), model, shipped_rates(), changed=0.03)
         print(plan.seconds, plan.binding)
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from deltawire.plan.catalogue import find_model
 from deltawire.plan.fleet.learning import learn_share
 from deltawire.plan.fleet.rates import Precision, Rates, Share
 from deltawire.plan.fleet.stores import StoreKind, store_named
-from deltawire.store import open_bucket
+from deltawire.store import Bucket, open_bucket
 
 MAX_BYTES = 1 << 20
 Name = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -178,14 +179,14 @@ class PlanRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Returns a store with this plan's prices; raises `InputError` for an unknown one."""
         return store_named(name, self.prices)
 
-    def changed(self, rates: Rates) -> float:
-        """Returns the share of values that a step changes, learned from the run if one is named.
+    def changed(self, rates: Rates, *, open_run: Callable[[str], Bucket] = open_bucket) -> float:
+        """Returns the share of values that a step changes, learned from the run if one is named,
+        which ``open_run`` opens.
 
         Raises `InputError` for a run that has no deltas.
         """
         if self.model.learn_from:
-            bucket = open_bucket(self.model.learn_from)
-            return learn_share(bucket, rates.codec(self.model.precision))
+            return learn_share(open_run(self.model.learn_from), rates.codec(self.model.precision))
         assert self.model.changed is not None
         return self.model.changed
 

@@ -20,6 +20,7 @@ from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import get_blob
+from deltawire.wire.objects import prepared
 from deltawire.wire.payload import BlobRef, Sum
 from deltawire.wire.run import Name, Run, TensorSpec
 
@@ -113,7 +114,7 @@ def read_base(bucket: Bucket, run: Run) -> BaseStatement | None:
             raise CorruptError(f"{file.name} has {file.bytes} bytes", run=bucket.url)
         data = get_blob(bucket, BlobRef(file.blob, file.bytes))
         try:
-            found = msgspec.json.decode(data, type=BaseStatement)
+            found = msgspec.json.decode(data, type=prepared(BaseStatement))
         except (msgspec.MsgspecError, RecursionError) as error:
             raise CorruptError(f"{file.name} is no statement of a base", run=bucket.url) from error
         lanes = sum((Digest.from_hex(one.digest) for one in found.tensors), codec.ZERO)
