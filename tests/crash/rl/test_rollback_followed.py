@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -164,6 +165,13 @@ def die_while_following(bucket: Bucket, *, at: int, done: bool) -> bool:
     return store.writes >= at
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.masters.state().items()}
 
@@ -191,7 +199,7 @@ def test_training_goes_on_from_the_state_of_the_restored_version(bucket, target)
     record = records(bucket)[6]
     assert (record.first, record.last, record.state) == (target + 1, 5, "exact")
     assert record.groups == [("w0", target, 5 - target)]
-    assert 6 in checkpoint_versions(bucket)
+    until(lambda: 6 in checkpoint_versions(bucket))  # It is stored by a thread.
     while after.is_training:
         after.turn()
     after.finish()
