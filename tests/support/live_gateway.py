@@ -8,12 +8,12 @@ import aiohttp
 from aiohttp import web
 from fake_replica import FakeVllm
 
+from deltawire.chat.requests import RequestDefaults
 from deltawire.live.capture import uploader
 from deltawire.live.capture.consent import ConsentRule
 from deltawire.live.capture.redaction import Redaction
 from deltawire.live.gateway.app import WEBHOOK, LiveCalls
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions
-from deltawire.live.gateway.requests import SamplingDefaults
 from deltawire.serving import replica_set
 from deltawire.serving.app import build_app, build_runner
 from deltawire.serving.replica_set import ReplicaSet
@@ -176,10 +176,12 @@ def published(versions=3, url="memory://"):
 
 @asynccontextmanager
 async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, **options):
-    """A gateway over `TokenReplica`; uploads happen by `LiveGateway.uploaded` only."""
+    r"""A gateway over ``replica``\ s; uploads happen by `LiveGateway.uploaded` only."""
     monkeypatch.setattr(replica_set, "POLL_EVERY_S", 0.02)
     monkeypatch.setattr(uploader, "UPLOAD_EVERY_S", 3600.0)
     on_failure = options.pop("redact_failure", "closed")
+    make = options.pop("replica", TokenReplica)
+    defaults = options.pop("defaults", RequestDefaults())
     options.setdefault("consent", ConsentRule(header=True))
     run = start_run(bucket)
     recorder = Recorder(
@@ -187,7 +189,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
         RecorderOptions(**options),
     )  # fmt: skip
     recorder.uploader._every_s = 3600.0
-    fakes = [TokenReplica(bucket, run) for _ in range(replicas)]
+    fakes = [make(bucket, run) for _ in range(replicas)]
     async with aiohttp.ClientSession() as upstream, aiohttp.ClientSession() as client:
         for fake in fakes:
             await fake.server.start_server()
@@ -199,7 +201,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
             members, upstream, token=TOKEN, admin_token=ADMIN, upstream_key="upstream",
             self_checked=(WEBHOOK,),
         )  # fmt: skip
-        LiveCalls(recorder, SamplingDefaults(), webhook_secret=HOOK).add_to(app)
+        LiveCalls(recorder, defaults, webhook_secret=HOOK).add_to(app)
         runner = build_runner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -129,6 +129,11 @@ class Text:
         return tokens[1:] if ended else tokens
 
     @property
+    def variables(self) -> dict[str, Any]:
+        """The further variables of the chat template."""
+        return dict(self._variables)
+
+    @property
     def has_template(self) -> bool:
         """Returns whether a chat template writes something between two turns."""
         return self._chat

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from deltawire.chat.requests import RequestDefaults
 from deltawire.config import RunConfig, run_config
 from deltawire.display import safe_line
 from deltawire.errors import InputError
@@ -29,7 +30,6 @@ from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.feedback.limits import FeedbackLimits
 from deltawire.live.gateway.app import WEBHOOK, LiveCalls
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions
-from deltawire.live.gateway.requests import SamplingDefaults
 from deltawire.private_files import open_private, private_folder
 from deltawire.runtime.highest_version import state_folder
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
@@ -179,7 +179,8 @@ def _live_calls(
             limits=FeedbackLimits(options.feedback_per_minute, options.feedback_per_day),
         ),
     )
-    return LiveCalls(recorder, SamplingDefaults.of(config), webhook_secret=webhook.encode())
+    defaults = RequestDefaults.of(config) if run.config else RequestDefaults()
+    return LiveCalls(recorder, defaults, webhook_secret=webhook.encode())
 
 
 def _is_http(url: str) -> bool:

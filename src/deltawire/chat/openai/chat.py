@@ -13,8 +13,8 @@ after the tokens that were drawn.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from deltawire.chat.messages import Message, Tool, ToolCall
 from deltawire.chat.openai.adaptive import MAX_ANSWERS, AdaptiveSampling
-from deltawire.engines.base import EVERYTHING, Truncation
+from deltawire.engines.base import Truncation
 from deltawire.errors import InputError
 from deltawire.wire.objects import prepared
 
@@ -120,7 +120,8 @@ class ChatRequest:
 
     ``calls`` says whether calls are parsed; ``forced`` that the answer begins with a call of the
     tool ``forced``, or of any tool if that is empty. ``max_thinking`` and ``effort`` ask for a
-    budget of thinking. ``truncation`` is what the client asks for, and ``ids`` asks for the tokens
+    budget of thinking. ``top_p``, ``top_k`` and ``min_p`` are what the client asks for; None leaves
+    it to the server. ``variables`` are those of the chat template, and ``ids`` asks for the tokens
     of prompt and answer.
     """
 
@@ -129,7 +130,10 @@ class ChatRequest:
     prompt: str | tuple[int, ...] = ""
     max_tokens: int | None = None
     temperature: float | None = None
-    truncation: Truncation = EVERYTHING
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
     ids: bool = False
     stream: bool = False
     usage: bool = False
@@ -147,6 +151,14 @@ class ChatRequest:
     def most(self) -> int:
         """The most answers that may be drawn."""
         return self.choices if self.adaptive is None else self.adaptive.n_max
+
+    def truncated(self, default: Truncation) -> Truncation:
+        """Returns what the client asks for, with the ``default`` for the rest."""
+        return Truncation(
+            default.top_p if self.top_p is None else self.top_p,
+            default.top_k if self.top_k is None else max(0, self.top_k),
+            default.min_p if self.min_p is None else self.min_p,
+        )
 
 
 def read_chat(data: bytes) -> ChatRequest:
@@ -198,7 +210,6 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "guided_choice": (None, "nothing holds the model to a grammar"),
     "guided_grammar": (None, "nothing holds the model to a grammar"),
     "structured_outputs": (None, "nothing holds the model to a grammar"),
-    "chat_template_kwargs": ({}, "all turns are rendered with the template's defaults"),
 }
 """Options that cannot be honored, the value with which they do nothing, and why not."""
 
@@ -227,7 +238,10 @@ def _shared(raw: _Request) -> dict[str, Any]:
         "stops": tuple(stops),
         "max_tokens": raw.max_completion_tokens or raw.max_tokens,
         "temperature": raw.temperature,
-        "truncation": Truncation(raw.top_p or 1.0, max(0, raw.top_k or 0), raw.min_p or 0.0),
+        "top_p": raw.top_p,
+        "top_k": raw.top_k,
+        "min_p": raw.min_p,
+        "variables": raw.chat_template_kwargs or {},
         "ids": bool(raw.return_token_ids),
         "max_thinking": raw.max_thinking_tokens,
         "effort": raw.reasoning_effort or "",

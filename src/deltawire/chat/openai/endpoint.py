@@ -10,8 +10,9 @@ Requests wait for the engine in the same event loop; the caller must step the en
 (`Sampler.advance`). A client that hangs up cancels its request. Every request needs the bearer
 token.
 
-With a recording, everything that is drawn is kept, and the run's own temperature is used instead of
-the client's: a policy is trained on its own distribution.
+With a recording, everything that is drawn is kept, and the run's own settings are used instead of
+the client's: a policy is trained on its own distribution. Requests are built by
+`deltawire.chat.requests`, as those of training and evaluation.
 """
 
 from __future__ import annotations
@@ -28,25 +29,27 @@ from typing import Any
 
 from aiohttp import web
 
-from deltawire.chat.messages import Message, shorten
+from deltawire.chat.messages import Message
 from deltawire.chat.openai.adaptive import AdaptiveSampling, Ballot
 from deltawire.chat.openai.answers import AnswerChoice, AnswerForm, AnswerStream
 from deltawire.chat.openai.chat import ChatRequest, read_chat, read_completion
 from deltawire.chat.openai.recording import Prompt, Recording
 from deltawire.chat.openai.stops import StopWatch, cut
+from deltawire.chat.requests import RequestBuilder, RequestSettings
 from deltawire.chat.text import Text
 from deltawire.chat.thinking import (
     BoundedCompletion,
     ThinkingLimits,
     first_tokens,
     generate_within,
-    limits_of,
 )
-from deltawire.config import ThinkingConfig
-from deltawire.engines.base import EVERYTHING, Completion, OnToken, Sampler, Sampling, Truncation
+from deltawire.engines.base import Completion, OnToken, Sampler, Sampling
 from deltawire.errors import DeltawireError, InputError
 
 MAX_BODY_BYTES = 16 << 20
+MAX_REMEMBERED = 1 << 20
+"""Tokens of answered conversations that an endpoint without a recording keeps, in main memory: a
+conversation that goes on continues after the tokens that were drawn, as in training."""
 EFFORTS = {"minimal": 1 / 16, "low": 1 / 4, "medium": 1 / 2, "high": 1.0}
 """The share of the largest budget that a ``reasoning_effort`` may think."""
 
@@ -56,23 +59,18 @@ Verifier = Callable[[Sequence[Message], str], float]
 
 @dataclass
 class Policy:
-    """The sampling settings and limits of requests.
+    """The settings and limits of requests.
 
-    With ``temperature`` None the client chooses it, and the truncation too. ``capacity`` bounds
-    prompt and answer together, ``turns`` the answers of one recording, and ``characters`` the
-    length of a message that the model reads.
+    With ``client_samples`` a client may choose temperature and truncation. ``turns`` bounds the
+    answers of one recording.
     """
 
-    max_tokens: int
-    capacity: int
-    temperature: float | None = None
-    truncation: Truncation = EVERYTHING
+    settings: RequestSettings
+    client_samples: bool = False
     turns: int = 1_000_000
-    characters: int = 1_000_000
     model: str = "policy"
-    thinking: ThinkingConfig | None = None
     budget: int = 0
-    """The most tokens of thinking in an answer, if ``thinking`` is set."""
+    """The most tokens of thinking in an answer, if the settings have budgets."""
     verifier: Verifier | None = None
     """Scores an answer to a conversation, for ``n_adaptive``; called in a thread."""
 
@@ -102,11 +100,13 @@ class Endpoint:
         self._sampler = sampler
         self._text = text
         self._policy = policy
+        context = min(policy.settings.context, sampler.capacity)
+        self._settings = replace(policy.settings, context=context)
         self._token = f"Bearer {token}".encode()
         self._recording = recording
+        self._remembered = Recording(text, remembered=MAX_REMEMBERED)
         self._drawing = 0
         self._requests = itertools.count(1)
-        self._turns = itertools.count()
 
     def app(self) -> web.Application:
         """The application; serve it with ``handler_cancellation``."""
@@ -147,18 +147,18 @@ class Endpoint:
         return await self._answer(request, read_completion(await request.read()))
 
     async def _answer(self, request: web.Request, asked: ChatRequest) -> web.StreamResponse:
-        recording = self._recording or Recording(self._text)
+        recording = self._recording_of(asked)
         # Requests that are being answered count as well.
-        if recording.turns + self._drawing + asked.most > self._policy.turns:
+        turns = 0 if self._recording is None else self._recording.turns
+        if turns + self._drawing + asked.most > self._policy.turns:
             raise _RefusedError(
                 "the episode has used all its turns", "turn_limit_exceeded", "turns"
             )
-        short = [shorten(message, self._policy.characters) for message in asked.messages]
-        asked = replace(asked, messages=tuple(short))
-        prompt, lead = self._prompt(asked, recording)
-        bounds = self._bounds(asked)
-        inserted = 0 if bounds is None else len(bounds.format.forced)
-        sampling = self._sampling(asked, len(prompt.tokens), inserted)
+        builder = self._builder(asked)
+        asked = replace(asked, messages=builder.shortened(asked.messages))
+        prompt, lead = self._prompt(asked, recording, builder)
+        sampling = self._sampling(asked, builder, len(prompt.tokens))
+        bounds = builder.bounds
         form = AnswerForm(asked, next(self._requests), self._policy.model, prompt.tokens)
         stream = AnswerStream(request, form, self._text) if asked.stream else None
         verifier = self._verifier(asked)
@@ -231,9 +231,17 @@ class Endpoint:
             return choice.reply.content
         return choice.reply.content.removeprefix(self._text.decode(completion.thought_tokens))
 
-    def _prompt(self, asked: ChatRequest, recording: Recording) -> tuple[Prompt, str]:
+    def _recording_of(self, asked: ChatRequest) -> Recording:
+        """The answers that a request may continue."""
+        if self._recording is not None:
+            return self._recording
+        return self._remembered if asked.messages else Recording(self._text)
+
+    def _prompt(
+        self, asked: ChatRequest, recording: Recording, builder: RequestBuilder
+    ) -> tuple[Prompt, str]:
         """The prompt of the answer, and the beginning of a forced call at its end."""
-        prompt = recording.prompt(asked)
+        prompt = recording.prompt(asked, builder)
         if asked.forced is None:
             return prompt, ""
         lead, tokens = self._text.opening(asked.forced or None)
@@ -253,49 +261,54 @@ class Endpoint:
         kept = None if found is None else lead + found.kept
         if not (asked.calls or self._text.structured):
             return AnswerChoice(completion, Message("assistant", said), kept)
-        parsed = self._text.read_calls(said, turn=next(self._turns), tools=asked.tools)
+        # As in an episode: some templates render the identity of a call, which has the turn in it.
+        turn = 1 + sum(message.role == "assistant" for message in asked.messages)
+        parsed = self._text.read_calls(said, turn=turn, tools=asked.tools)
         if parsed.calls and not asked.calls:
             return AnswerChoice(completion, Message("assistant", said), kept)
         content = "\n".join(part for part in (parsed.content, *parsed.broken) if part)
         return AnswerChoice(completion, Message("assistant", content, calls=parsed.calls), kept)
 
-    def _sampling(self, asked: ChatRequest, length: int, inserted: int = 0) -> Sampling:
-        policy = self._policy
-        room = min(policy.capacity, self._sampler.capacity) - length
-        if room < 1:
+    def _sampling(self, asked: ChatRequest, builder: RequestBuilder, length: int) -> Sampling:
+        """The sampling settings of a request. Raises `_RefusedError` if there is no room for an
+        answer."""
+        if builder.room(length) < 1:
             raise _RefusedError(
                 f"the conversation has {length} tokens; this model's context length is "
-                f"{policy.capacity}",
+                f"{self._policy.settings.context}",
                 "context_length_exceeded",
                 "context",
             )
-        # Tokens that close thinking by force are not drawn, so they do not count as the model's.
-        wanted = min(asked.max_tokens or policy.max_tokens, policy.max_tokens) + inserted
-        temperature, truncation = policy.temperature, policy.truncation
-        if temperature is None:
-            temperature = 1.0 if asked.temperature is None else asked.temperature
-            truncation = asked.truncation
-        return Sampling(min(wanted, room), temperature, truncation)
+        most = self._settings.max_tokens
+        return builder.sampling(length, max_tokens=min(asked.max_tokens or most, most))
 
-    def _bounds(self, asked: ChatRequest) -> ThinkingLimits | None:
-        """The bounds of thinking for a request. In a recorded session they are the run's own.
+    def _builder(self, asked: ChatRequest) -> RequestBuilder:
+        """The builder for a request. In a recorded session its settings are the run's own.
 
-        Raises `InputError` if a client asks for a budget and the policy has none.
+        Raises `InputError` if a client asks for a budget and the policy has none, or for another
+        form of the chat template than the run's.
         """
-        policy = self._policy
-        if policy.thinking is None:
-            if asked.max_thinking is not None or asked.effort:
-                option = "reasoning_effort" if asked.effort else "max_thinking_tokens"
-                raise InputError(
-                    f"{option} is not supported here: the policy has no thinking budgets",
-                    hint=f"set rollout.thinking in the run, or leave out {option}",
-                )
-            return None
+        policy, settings = self._policy, self._settings
+        if asked.variables and asked.variables != self._text.variables:
+            raise InputError(
+                "chat_template_kwargs is not supported here: all turns are rendered as in the run",
+                hint="leave out chat_template_kwargs",
+            )
+        if settings.thinking is None and (asked.max_thinking is not None or asked.effort):
+            option = "reasoning_effort" if asked.effort else "max_thinking_tokens"
+            raise InputError(
+                f"{option} is not supported here: the policy has no thinking budgets",
+                hint=f"set rollout.thinking in the run, or leave out {option}",
+            )
         budget = policy.budget
-        if self._recording is None:
+        if self._recording is None and settings.thinking is not None:
             budget = max(1, int(budget * EFFORTS.get(asked.effort, 1.0)))
             budget = min(budget, asked.max_thinking or budget)
-        return limits_of(self._text, policy.thinking, budget)
+        if policy.client_samples:
+            if asked.temperature is not None:
+                settings = replace(settings, temperature=asked.temperature)
+            settings = replace(settings, truncation=asked.truncated(settings.truncation))
+        return RequestBuilder(self._text, settings, budget=budget)
 
     async def _draw(
         self,

@@ -14,11 +14,15 @@ conversation that was changed in between (summarized, edited) begins a new tree.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from blake3 import blake3
+
 from deltawire.chat.messages import Message, Tool
 from deltawire.chat.openai.chat import ChatRequest
+from deltawire.chat.requests import RequestBuilder
 from deltawire.chat.text import Text
 from deltawire.chat.thinking import BoundedCompletion
 from deltawire.engines.base import Completion
@@ -33,8 +37,13 @@ class Answer:
     before: Answer | None
     between: list[int]
     completion: Completion
-    keys: tuple[_Key, ...] = ()
     continued: bool = False
+
+    @property
+    def length(self) -> int:
+        """The number of `tokens`."""
+        before = 0 if self.before is None else self.before.length
+        return before + len(self.between) + len(self.completion.tokens)
 
     @property
     def tokens(self) -> list[int]:
@@ -74,22 +83,34 @@ class RecordedSegment:
 
 
 class Recording:
-    """The answers of one session."""
+    """The answers of one session.
 
-    def __init__(self, text: Text) -> None:
+    With ``remembered``, answers are kept only for conversations that go on, the newest ones: at
+    most so many tokens, of which those of earlier turns count again for each answer.
+
+    Example::
+
+        recording = Recording(text)
+        prompt = recording.prompt(request, builder)
+        recording.add(request, prompt, completion, reply)
+    """
+
+    def __init__(self, text: Text, *, remembered: int | None = None) -> None:
         self._text = text
         self._answers: list[Answer] = []
-        self._known: dict[_Key, Answer] = {}
+        self._known: OrderedDict[_Key, Answer] = OrderedDict()
+        self._remembered = remembered
+        self._size = 0
 
     @property
     def turns(self) -> int:
         """The number of answers."""
         return len(self._answers)
 
-    def prompt(self, request: ChatRequest) -> Prompt:
+    def prompt(self, request: ChatRequest, builder: RequestBuilder) -> Prompt:
         """The tokens for a request. Raises `InputError` if the chat template refuses it."""
         if request.messages:
-            return self._chat_prompt(request)
+            return self._chat_prompt(request, builder)
         if isinstance(request.prompt, str):
             return self._text_prompt(request.prompt)
         return self._token_prompt(list(request.prompt))
@@ -114,12 +135,22 @@ class Recording:
         if request.messages:
             told = [reply] if kept is None else [reply, Message("assistant", kept)]
             for message in told:
-                self._known[_chat_key(request.tools, [*request.messages, message])] = answer
+                self._know(_chat_key(request.tools, [*request.messages, message]), answer)
         elif isinstance(request.prompt, str) and (completion.finish != "stop" or kept is not None):
             # A text that ended with a stop token is complete, and is not continued.
             said = reply.content if kept is None else kept
-            self._known["text", request.prompt + said] = answer
-        self._answers.append(answer)
+            self._know(("text", request.prompt + said), answer)
+        if self._remembered is None:
+            self._answers.append(answer)
+
+    def _know(self, key: _Key, answer: Answer) -> None:
+        """Keeps an answer for requests that continue it."""
+        if self._remembered is not None and (before := self._known.pop(key, None)) is not None:
+            self._size -= before.length
+        self._known[key] = answer
+        self._size += answer.length
+        while self._remembered is not None and self._size > self._remembered:
+            self._size -= self._known.popitem(last=False)[1].length
 
     def segments(self) -> list[RecordedSegment]:
         """The segments in the order of their first answers, with each answer once."""
@@ -141,7 +172,7 @@ class Recording:
             answer.continued = False
         return segments
 
-    def _chat_prompt(self, request: ChatRequest) -> Prompt:
+    def _chat_prompt(self, request: ChatRequest, builder: RequestBuilder) -> Prompt:
         messages = list(request.messages)
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1].role != "assistant":
@@ -149,9 +180,9 @@ class Recording:
             before = self._known.get(_chat_key(request.tools, messages[:count]))
             if before is not None:
                 so_far = before.tokens
-                between = self._text.bridge(messages[count:], after=so_far)
+                between = builder.bridge(messages[count:], after=so_far)
                 return Prompt([*so_far, *between], between, before)
-        tokens = self._text.prompt(messages, request.tools)
+        tokens = builder.prompt(messages, request.tools)
         return Prompt(tokens, tokens, None)
 
     def _text_prompt(self, prompt: str) -> Prompt:
@@ -179,8 +210,8 @@ class Recording:
 
 
 def _chat_key(tools: Sequence[Tool], messages: Sequence[Message]) -> _Key:
-    """A key that is equal for equal conversations. Clients may strip white space from answers and
-    reformat arguments."""
+    """A digest that is equal for equal conversations. Clients may strip white space from answers
+    and reformat arguments."""
     schemas = json.dumps([tool.schema for tool in tools], sort_keys=True)
     rows = [
         (
@@ -195,7 +226,7 @@ def _chat_key(tools: Sequence[Tool], messages: Sequence[Message]) -> _Key:
         )
         for message in messages
     ]
-    return ("chat", schemas, *rows)
+    return ("chat", blake3(repr((schemas, rows)).encode("utf-8", "surrogatepass")).digest())
 
 
 def _others(segment: RecordedSegment, tokens: list[int]) -> None:

@@ -25,6 +25,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from deltawire.chat.requests import RequestDefaults
 from deltawire.errors import CorruptError, InputError
 from deltawire.live.capture.consent import CAPTURE_HEADER
 from deltawire.live.feedback.client import RECEIPT_HEADER
@@ -32,7 +33,7 @@ from deltawire.live.feedback.intake import MAX_BODY_BYTES, Taken, UnknownReceipt
 from deltawire.live.gateway.engine_tokens import AnswerReader, for_client
 from deltawire.live.gateway.events import DONE, EventSplitter, data_of
 from deltawire.live.gateway.recorder import Recorder, ServedRequest
-from deltawire.live.gateway.requests import SamplingDefaults, read_asked
+from deltawire.live.gateway.requests import read_asked
 from deltawire.live.gateway.routing import ArmRouter
 from deltawire.serving.app import (
     MODEL,
@@ -75,7 +76,7 @@ class LiveCalls:
     """
 
     def __init__(
-        self, recorder: Recorder, defaults: SamplingDefaults, *, webhook_secret: bytes = b""
+        self, recorder: Recorder, defaults: RequestDefaults, *, webhook_secret: bytes = b""
     ) -> None:
         self._recorder = recorder
         self._defaults = defaults

@@ -22,6 +22,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from deltawire.chat.openai.endpoint import Endpoint, Policy
+from deltawire.chat.requests import RequestSettings
 from deltawire.config import RunConfig
 from deltawire.errors import InputError
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy
@@ -132,20 +133,15 @@ def open_replica(process: Process, *, token: str, hold: bool = False) -> Embedde
     served, steps = serve_policy(
         process, run, config, engine="transformers", seed=seed, stepwise=True
     )
-    endpoint = Endpoint(served.engine, served.text, _policy(config), token=token)
+    endpoint = Endpoint(served.engine, served.text, policy_of(config), token=token)
     replica = EmbeddedReplica(process, served, follow(steps, served), endpoint)
     if hold:
         replica.wanted = served.live.version
     return replica
 
 
-def _policy(config: RunConfig) -> Policy:
-    rollout = config.rollout
-    budget = rollout.thinking.largest if rollout.thinking is not None else 0
-    return Policy(
-        max_tokens=rollout.max_tokens,
-        capacity=rollout.context,
-        model=config.name,
-        thinking=rollout.thinking,
-        budget=budget,
-    )
+def policy_of(config: RunConfig) -> Policy:
+    """Returns the settings of users' requests: those of training, unless a client samples
+    otherwise."""
+    settings = RequestSettings.of(config.rollout)
+    return Policy(settings, client_samples=True, model=config.name, budget=settings.largest_budget)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from deltawire.config import RunConfig
+from deltawire.chat.requests import RequestDefaults
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0, 0.0),
@@ -29,30 +29,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
 }
 """Options that change which tokens are drawn, and the values with which they do not."""
-
-
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """The run's sampling settings: requests that leave them out get these, so that users are
-    served, and answers trained on, as in training."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-
-    @classmethod
-    def of(cls, config: RunConfig) -> SamplingDefaults:
-        """The settings of a run."""
-        rollout = config.rollout
-        return cls(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
-
-    def listed(self) -> dict[str, float | int]:
-        """The settings by the names of requests."""
-        return {
-            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k,
-            "min_p": self.min_p,
-        }  # fmt: skip
 
 
 @dataclass
@@ -89,7 +65,7 @@ class AskedAnswer:
         return msgspec.json.encode(self.body)
 
 
-def read_asked(data: bytes, *, chat: bool, defaults: SamplingDefaults) -> AskedAnswer | None:
+def read_asked(data: bytes, *, chat: bool, defaults: RequestDefaults) -> AskedAnswer | None:
     """Reads a request; None if it is not a JSON object, which the replica explains better."""
     try:
         body = msgspec.json.decode(data)
@@ -98,14 +74,14 @@ def read_asked(data: bytes, *, chat: bool, defaults: SamplingDefaults) -> AskedA
     if not isinstance(body, dict):
         return None
     truncated = any(body.get(name) not in fine for name, fine in _NEUTRAL.items())
-    for name, value in defaults.listed().items():
-        if body.get(name) is None:
-            body[name] = value
-        elif name != "temperature" and body[name] != value and (name, body[name]) != ("top_k", -1):
+    for name, value in defaults.sampling().items():
+        own = body.get(name)
+        if name != "temperature" and own not in (None, value) and (name, own) != ("top_k", -1):
             truncated = True
-    temperature = body["temperature"]
+    filled = defaults.filled_in(body, chat=chat)
+    temperature = filled["temperature"]
     asked = AskedAnswer(
-        body,
+        filled,
         chat,
         stream=bool(body.get("stream")),
         ids=bool(body.get("return_token_ids")),

@@ -46,6 +46,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltawire.chat.requests import text_of
 from deltawire.chat.text import Text
 from deltawire.config import RunConfig
 from deltawire.engines.base import Completion, OnToken, Sampling
@@ -59,7 +60,6 @@ from deltawire.rl.control.worker_guard import Verdict
 from deltawire.rl.evaluate.recorded_model import Logprobs, RecordedModel
 from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits, one_line
-from deltawire.rl.rollout.policy_server import text_of
 from deltawire.store import Bucket
 from deltawire.wire.rollouts import MAX_NAME, MAX_TASK, Group, Trajectory
 from deltawire.wire.run import Run

@@ -17,22 +17,18 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltawire.chat.messages import Tool, shorten
+from deltawire.chat.messages import Tool
+from deltawire.chat.requests import RequestBuilder
 from deltawire.chat.text import Text
-from deltawire.chat.thinking import (
-    BoundedCompletion,
-    ThinkingLimits,
-    generate_within,
-    limits_of,
-)
-from deltawire.engines.base import Completion, Sampler, Sampling
+from deltawire.chat.thinking import BoundedCompletion, ThinkingLimits, generate_within
+from deltawire.engines.base import Completion, Sampler
 from deltawire.envs.base import (
     Action,
     AgentHarness,
@@ -207,8 +203,9 @@ class _EpisodeRun:
         self._engine = engine
         self._environment = environment
         self._text = text
-        self._temperature = temperature
         self._limits = limits
+        self._requests = RequestBuilder(text, limits.requests(temperature), budget=limits.budget)
+        self._bounds: ThinkingLimits | None = None
         self._prompt: list[int] = []
         self._tools: tuple[Tool, ...] = ()
         self._segments: list[_EpisodeSegment] = []
@@ -219,22 +216,18 @@ class _EpisodeRun:
         self._finish = "length"
         self._probes: Mapping[str, float] = {}
         self._solved = False
-        self._bounds: ThinkingLimits | None = None
-        self._max_tokens = limits.max_tokens
 
     async def run(self) -> None:
         """Plays from the reset to the probes; raises `EpisodeFailure`."""
         turn = await self._ask("reset", self._environment.reset)
         self._tools = self._guarded("tools", lambda: tuple(self._environment.tools))
-        self._bounds = self._resolved()
-        messages = self._told(turn.messages)
-        self._prompt = self._tokens(lambda: self._text.prompt(messages, self._tools))
-        self._prompt += self._control_tokens()
+        self._bounds = self._requests.bounds
+        self._prompt = self._tokens(lambda: self._requests.prompt(turn.messages, self._tools))
         self._segments = [_EpisodeSegment(self._prompt)]
         if self._limits.on_full == "summary":
             self._reserve = len(self._summary_request([])) + self._limits.summary_tokens
         for number in range(1, self._limits.max_turns + 1):
-            completion = await self._draw(self._max_tokens, self._reserve)
+            completion = await self._draw(reserve=self._reserve)
             self._finish = completion.finish
             action = self._read(completion, number)
             turn = await self._ask("step", lambda action=action: self._environment.step(action))  # type: ignore[misc]
@@ -247,32 +240,6 @@ class _EpisodeRun:
                 break
         self._probes = await ask_probes(self._environment.probes, self._limits.step_s)
         self._solved = self._guarded("solved", lambda: bool(self._environment.solved(self._reward)))
-
-    def _resolved(self) -> ThinkingLimits | None:
-        """The bounds of thinking in the model's marks. Raises `InputError` if it has none."""
-        config = self._limits.thinking
-        if config is None:
-            return None
-        bounds = limits_of(self._text, config, self._limits.budget)
-        # Inserted tokens are not drawn, so they do not count as the model's.
-        self._max_tokens += len(bounds.format.forced)
-        return bounds
-
-    def _told(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, the last of which says the budget."""
-        config, told = self._limits.thinking, list(messages)
-        if config is None or not config.tell or config.tell_as != "message" or not told:
-            return told
-        said = config.tell.replace("{budget}", str(self._limits.budget))
-        told[-1] = replace(told[-1], content=f"{told[-1].content}{said}")
-        return told
-
-    def _control_tokens(self) -> list[int]:
-        """The tokens that say the budget at the start of the turn."""
-        config = self._limits.thinking
-        if config is None or not config.tell or config.tell_as != "tokens":
-            return []
-        return self._text.spell(config.tell.replace("{budget}", str(self._limits.budget)))
 
     async def close(self) -> None:
         """Closes the environment; a failure to do so fails the episode."""
@@ -320,17 +287,19 @@ class _EpisodeRun:
             return None
         return Thinking(self._bounds.budget, tuple(segment.thoughts), tuple(segment.forced))
 
-    async def _draw(self, max_tokens: int, reserve: int, *, think: bool = True) -> Completion:
-        segment = self._segments[-1]
-        room = self._limits.context - segment.length - reserve
-        truncation = self._limits.truncation
-        sampling = Sampling(max(1, min(max_tokens, room)), self._temperature, truncation)
+    async def _draw(
+        self, *, max_tokens: int = 0, reserve: int = 0, think: bool = True
+    ) -> Completion:
+        segment, bounds = self._segments[-1], self._bounds
+        sampling = self._requests.sampling(
+            segment.length, max_tokens=max_tokens, reserve=reserve, think=think
+        )
         prompt = segment.prompt + segment.tokens
         try:
-            if self._bounds is None or not think:
+            if bounds is None or not think:
                 completion = await self._engine.generate(prompt, sampling)
             else:
-                completion = await generate_within(self._engine, prompt, sampling, self._bounds)
+                completion = await generate_within(self._engine, prompt, sampling, bounds)
         except InputError as error:
             raise EpisodeFailure(f"the engine refused the prompt: {error}") from error
         segment.drawn(completion)
@@ -351,7 +320,7 @@ class _EpisodeRun:
         """Adds the environment's answer to the context; False if there is no room for it."""
         segment, limits = self._segments[-1], self._limits
         bridge = self._tokens(
-            lambda: self._text.bridge(turn.messages, after=completion.tokens),
+            lambda: self._requests.bridge(turn.messages, after=completion.tokens),
         )
         self._turns.append([*completion.tokens, *bridge])
         if segment.length + len(bridge) + self._reserve < limits.context:
@@ -377,14 +346,14 @@ class _EpisodeRun:
 
     def _summary_request(self, after: list[int]) -> list[int]:
         message = Message("user", self._limits.summary_prompt)
-        return self._tokens(lambda: self._text.bridge([message], after=after))
+        return self._tokens(lambda: self._requests.bridge([message], after=after))
 
     async def _summarize(self, turn: Turn, completion: Completion) -> bool:
         """Begins a segment after the prompt and the model's own summary."""
         segment = self._segments[-1]
         segment.answered(self._summary_request(completion.tokens))
-        summary = await self._draw(self._limits.summary_tokens, 0, think=False)
-        bridge = self._tokens(lambda: self._text.bridge(turn.messages, after=summary.tokens))
+        summary = await self._draw(max_tokens=self._limits.summary_tokens, think=False)
+        bridge = self._tokens(lambda: self._requests.bridge(turn.messages, after=summary.tokens))
         prompt = [*self._prompt, *summary.tokens, *bridge]
         self._segments.append(_EpisodeSegment(prompt))
         return len(prompt) + self._reserve < self._limits.context
@@ -416,7 +385,7 @@ class _EpisodeRun:
             raise EpisodeFailure(f"{what} returned {len(messages)} messages at once")
         self._reward += reward
         return Turn(
-            tuple(shorten(message, self._limits.max_characters) for message in messages),
+            self._requests.shortened(messages),
             reward,
             bool(turn.done),
         )

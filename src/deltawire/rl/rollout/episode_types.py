@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from deltawire.chat.requests import RequestSettings
 from deltawire.chat.thinking import drawn_budget
 from deltawire.config import OnFull, RolloutConfig, ThinkingConfig
 from deltawire.config.scaffold import NO_SCAFFOLD, turn_limit
@@ -55,20 +56,32 @@ class EpisodeLimits:
     @classmethod
     def of(cls, rollout: RolloutConfig) -> EpisodeLimits:
         """The bounds of a configuration."""
+        asked = RequestSettings.of(rollout)
         return cls(
-            rollout.max_tokens,
+            asked.max_tokens,
             turn_limit(rollout),
-            rollout.context,
+            asked.context,
             rollout.step_limit_s,
             rollout.episode_limit_s,
-            rollout.max_characters,
+            asked.characters,
             rollout.on_full,
             rollout.summary_tokens,
             rollout.summary_prompt,
-            truncation_of(rollout),
-            rollout.thinking,
-            rollout.thinking.largest if rollout.thinking else 0,
+            asked.truncation,
+            asked.thinking,
+            asked.largest_budget,
             rollout.scaffold,
+        )
+
+    def requests(self, temperature: float) -> RequestSettings:
+        """The settings of the episode's requests."""
+        return RequestSettings(
+            self.max_tokens,
+            self.context,
+            temperature,
+            self.truncation,
+            self.max_characters,
+            self.thinking,
         )
 
 
@@ -78,11 +91,6 @@ def with_budget(limits: EpisodeLimits, *, version: int, group: str, episode: int
         return limits
     budget = drawn_budget(limits.thinking, version, group, episode)
     return replace(limits, budget=budget)
-
-
-def truncation_of(rollout: RolloutConfig) -> Truncation:
-    """The truncation of a configuration."""
-    return Truncation(rollout.top_p, rollout.top_k, rollout.min_p)
 
 
 @dataclass(frozen=True)

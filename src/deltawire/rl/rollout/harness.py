@@ -41,13 +41,8 @@ async def run_harness(
     """
     recording = Recording(text)
     policy = Policy(
-        limits.max_tokens,
-        limits.context,
-        temperature=temperature,
-        truncation=limits.truncation,
+        limits.requests(temperature),
         turns=limits.max_turns,
-        characters=limits.max_characters,
-        thinking=limits.thinking,
         budget=limits.budget,
         verifier=harness.verify,
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from deltawire.chat.requests import RequestSettings, text_of
 from deltawire.chat.text import Text
 from deltawire.chat.thinking import limits_of
 from deltawire.config import RunConfig
@@ -28,7 +29,6 @@ from deltawire.export.models import (
 )
 from deltawire.export.quantized import serve_quantized
 from deltawire.placement.device import resolve_device
-from deltawire.rl.rollout.episode_types import truncation_of
 from deltawire.runtime.process import RUN_PATIENCE_S, Process
 from deltawire.sync import Follower, Steps, Update, newest_version
 from deltawire.wire.run import Run
@@ -99,7 +99,7 @@ def serve_policy(
                 version=at,
                 stepwise=stepwise,
                 record_routes=record_routes,
-                truncation=truncation_of(rollout),
+                truncation=RequestSettings.of(rollout).truncation,
                 temperature=rollout.temperature,
                 is_stopping=process.is_stopping,
             ),
@@ -117,17 +117,6 @@ def serve_policy(
     tasks = open_tasks(config.task, seed=config.seed)
     policy = ServedPolicy(opened.sampler, opened.weights, text, tasks, close, opened.external)
     return policy, opened.steps
-
-
-def text_of(config: RunConfig, tokenizer: Any) -> Text:
-    """The text of a run, with its system prompt and its chat template."""
-    chat = config.chat
-    return Text(
-        tokenizer,
-        system=chat.system,
-        template=chat.template,
-        template_kwargs=chat.template_kwargs,
-    )
 
 
 def _await_version(process: Process) -> None:

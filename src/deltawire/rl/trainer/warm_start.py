@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from deltawire.chat.requests import text_of
 from deltawire.chat.text import Text
 from deltawire.config import RunConfig
 from deltawire.engines.transformers import TransformersEngine
@@ -24,7 +25,6 @@ from deltawire.export.models import load_model, load_tokenizer, save_model, stop
 from deltawire.placement.device import resolve_device
 from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
-from deltawire.rl.rollout.policy_server import text_of
 from deltawire.runtime.process import Process
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.warm_start import Pair, WarmStartProgress, warm_start

@@ -7,11 +7,12 @@ from math import comb
 import aiohttp
 import msgspec
 import pytest
+from endpoint_policy import policy_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire.chat.openai.adaptive import AdaptiveSampling, Ballot, certainty
-from deltawire.chat.openai.endpoint import Endpoint, Policy, listening
+from deltawire.chat.openai.endpoint import Endpoint, listening
 from deltawire.chat.openai.recording import Recording
 from deltawire.chat.text import Text
 from deltawire.config import ThinkingConfig
@@ -47,7 +48,7 @@ def ask(byte_tokenizer, engine, body, *, recording=None, **policy):
     text = Text(byte_tokenizer)
     settings = {"max_tokens": 64, "capacity": 4096, **policy}
     recording = recording(text) if recording else None
-    endpoint = Endpoint(engine, text, Policy(**settings), token=TOKEN, recording=recording)
+    endpoint = Endpoint(engine, text, policy_of(**settings), token=TOKEN, recording=recording)
     body = {"messages": [{"role": "user", "content": "2+2?"}], **body}
 
     async def run():

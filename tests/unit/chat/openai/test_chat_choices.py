@@ -9,9 +9,10 @@ import json
 import openai
 import pytest
 import torch
+from endpoint_policy import policy_of
 
 from deltawire.chat.openai.chat import read_chat, read_completion
-from deltawire.chat.openai.endpoint import Endpoint, Policy, listening
+from deltawire.chat.openai.endpoint import Endpoint, listening
 from deltawire.chat.openai.recording import Recording
 from deltawire.chat.text import Text
 from deltawire.engines.base import Completion
@@ -97,7 +98,7 @@ def talk(text, engine, harness, **policy):
     """Run ``harness(client)`` against an endpoint; returns its result and the recording."""
     recording = Recording(text)
     settings = {"max_tokens": 128, "capacity": 4096, "temperature": 0.7, **policy}
-    endpoint = Endpoint(engine, text, Policy(**settings), token=TOKEN, recording=recording)
+    endpoint = Endpoint(engine, text, policy_of(**settings), token=TOKEN, recording=recording)
 
     async def run():
         async with (
@@ -515,7 +516,6 @@ def test_a_call_cannot_be_forced_if_its_beginning_is_undefined(template):
         ("guided_json", {"type": "object"}, None),
         ("guided_regex", "a+", None),
         ("structured_outputs", {"json": {}}, None),
-        ("chat_template_kwargs", {"enable_thinking": False}, {}),
     ],
 )
 def test_options_that_would_change_what_is_drawn_are_refused(name, value, neutral):
@@ -526,3 +526,22 @@ def test_options_that_would_change_what_is_drawn_are_refused(name, value, neutra
     with pytest.raises(InputError, match=f"{name} is not supported"):
         read_completion(json.dumps({"prompt": "hi", name: value}).encode())
     assert read_chat(json.dumps({**body, name: neutral}).encode()).messages
+
+
+@pytest.mark.parametrize(("given", "status"), [({"shout": True}, 200), ({"shout": False}, 400)])
+def test_template_variables_must_be_those_of_the_run(byte_tokenizer, given, status):
+    """Silently ignored, they would train on answers to another prompt."""
+    text = Text(byte_tokenizer, template=HERMES, template_kwargs={"shout": True})
+
+    async def harness(client):
+        try:
+            await client.chat.completions.create(
+                model="policy", messages=[user("q")], extra_body={"chat_template_kwargs": given}
+            )
+        except openai.BadRequestError as error:
+            return 400, str(error)
+        return 200, ""
+
+    found, message = talk(text, Says("x"), harness)[0]
+    assert found == status
+    assert ("chat_template_kwargs is not supported" in message) is (status == 400)

@@ -9,9 +9,13 @@ import threading
 import aiohttp
 import openai
 import pytest
+from endpoint_policy import policy_of
 
-from deltawire.chat.openai.endpoint import Endpoint, Policy, listening
+from deltawire.chat.messages import Message
+from deltawire.chat.openai.chat import ChatRequest
+from deltawire.chat.openai.endpoint import Endpoint, listening
 from deltawire.chat.openai.recording import Recording
+from deltawire.chat.requests import RequestBuilder, RequestSettings
 from deltawire.chat.text import Text
 from deltawire.engines.base import Completion
 from deltawire.engines.transformers import TransformersEngine
@@ -86,7 +90,7 @@ def talk(text, engine, harness, **policy):
     """Run ``harness(client, url)`` against an endpoint; returns its result and the recording."""
     recording = Recording(text)
     settings = {"max_tokens": 128, "capacity": 4096, "temperature": 0.7, **policy}
-    endpoint = Endpoint(engine, text, Policy(**settings), token=TOKEN, recording=recording)
+    endpoint = Endpoint(engine, text, policy_of(**settings), token=TOKEN, recording=recording)
 
     async def run():
         async with (
@@ -558,3 +562,29 @@ def test_a_client_chooses_truncation_where_it_chooses_the_temperature(text):
     talk(text, engine, harness, temperature=None)
     talk(text, engine, harness)
     assert [tuple(s.truncation) for _, s in engine.requests] == [(0.5, 0, 0.1), (1.0, 0, 0.0)]
+
+
+def test_an_endpoint_without_a_recording_remembers_the_newest_conversations(text):
+    """A client's text is encoded again once its tokens are forgotten; memory stays bounded."""
+    recording = Recording(text, remembered=100)
+    builder = RequestBuilder(text, RequestSettings(64, 4096))
+
+    def talk_about(name):
+        request = ChatRequest(messages=(Message("user", name),))
+        prompt = recording.prompt(request, builder)
+        drawn = Completion([*b"yes  "], [-1.0] * 5, [0] * 5, "stop")
+        recording.add(request, prompt, drawn, Message("assistant", "yes  "))
+        return (*request.messages, Message("assistant", "yes"), Message("user", "Sure?"))
+
+    def continued(messages):
+        return recording.prompt(ChatRequest(messages=messages), builder).before is not None
+
+    first, second = talk_about("a"), talk_about("b")
+    assert continued(first)
+    assert continued(second)
+    for number in range(50):
+        last = talk_about(f"c{number}")
+        assert sum(answer.length for answer in recording._known.values()) <= 100
+    assert not continued(first)
+    assert continued(last)
+    assert recording.turns == 0

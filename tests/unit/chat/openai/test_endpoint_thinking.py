@@ -6,8 +6,9 @@ import asyncio
 import msgspec
 import openai
 import pytest
+from endpoint_policy import policy_of
 
-from deltawire.chat.openai.endpoint import Endpoint, Policy, listening
+from deltawire.chat.openai.endpoint import Endpoint, listening
 from deltawire.chat.openai.recording import Recording
 from deltawire.chat.text import Text
 from deltawire.config import ThinkingConfig
@@ -43,7 +44,7 @@ class Ponders:
 def talk(byte_tokenizer, harness, *, recorded=False, thinking=THINKING):
     text, engine = Text(byte_tokenizer), Ponders()
     recording = Recording(text) if recorded else None
-    policy = Policy(max_tokens=64, capacity=4096, thinking=thinking, budget=8)
+    policy = policy_of(max_tokens=64, capacity=4096, thinking=thinking, budget=8)
     endpoint = Endpoint(engine, text, policy, token=TOKEN, recording=recording)
 
     async def run():

@@ -14,6 +14,7 @@ from aiohttp.test_utils import TestServer
 from granted_groups import start_with_groups
 from live_gateway import rows_in
 
+from deltawire.chat.requests import RequestDefaults
 from deltawire.errors import InputError, ResyncError
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.live.capture.consent import ConsentRule
@@ -21,7 +22,6 @@ from deltawire.live.capture.redaction import Redaction
 from deltawire.live.gateway.app import LiveCalls
 from deltawire.live.gateway.embedded_replica import open_replica
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions
-from deltawire.live.gateway.requests import SamplingDefaults
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.serving.app import build_app
@@ -81,7 +81,7 @@ def test_a_captured_answer_has_the_tokens_and_versions_of_the_engine(bucket, tmp
             )
             members = ReplicaSet(bucket, run, [member])
             app = build_app(members, session, token=TOKEN, admin_token=ADMIN, upstream_key=UPSTREAM)
-            LiveCalls(recorder, SamplingDefaults()).add_to(app)
+            LiveCalls(recorder, RequestDefaults()).add_to(app)
             gateway = TestServer(app)
             await gateway.start_server()
             async with asyncio.timeout(60):
