@@ -148,26 +148,28 @@ DELTAWIRE_INLINE unsigned measure(Layout layout, const Bits* after, Changes<Bits
   return static_cast<unsigned>(top);
 }
 
-// Counts the changed elements of each class and estimates each class's size: counts the members in
-// every `stride`-th group and multiplies.
+// Counts the changed elements of each class, and estimates those that do not change from every
+// `stride`-th group. Half an element is added to that sample: a class without a single one in it
+// may have some, and each would cost 15 bits if the odds ruled them out.
 template <typename Path, typename Bits>
 DELTAWIRE_INLINE Odds flag_odds(const Block<Bits>& block, unsigned top,
-                                const Changes<Bits>& changes) {
-  ByContext changed{}, members{};
-  tally<Path>(changes.classes.get(), nullptr, changes.size, changed);
+                                const Changes<Bits>& changes, const std::uint64_t* flags) {
+  ByContext counts{}, sampled{};
+  tally<Path>(changes.classes.get(), nullptr, changes.size, counts);
   const std::size_t groups = words_for(block.count);
   const std::size_t stride = 1 + groups / kSampled;
   std::uint8_t classes[kGroup];
   for (std::size_t g = 0; g < groups; g += stride) {
     const std::size_t here = std::min(kGroup, block.count - g * kGroup);
     classes_of(block.base + g * kGroup, here, block.layout, top, classes);
-    tally<Path>(classes, nullptr, here, members);
+    tally<Path>(classes, flags + g, here, sampled);
   }
   for (unsigned context = 0; context < kContexts; ++context) {
-    members[context].ones = changed[context].total;
-    members[context].total = std::max(members[context].total * stride, members[context].ones);
+    const std::uint64_t unchanged = sampled[context].total - sampled[context].ones;
+    counts[context].ones = counts[context].total;
+    counts[context].total += unchanged * stride + stride / 2;
   }
-  return odds_from(members);
+  return odds_from(counts);
 }
 
 // Writes each sign as one bit: whether it is the one that the column's memory expects.
@@ -270,7 +272,7 @@ DELTAWIRE_INLINE std::vector<std::uint8_t> encode_block(const Block<Bits>& block
   const Odds signs = put_signs<Path>(writer, block, lanes, scratch);
   const Odds details = put_details<Path>(writer, longer, scratch, packer);
   const std::vector<Odds> lengths = put_lengths<Path>(writer, longer, scratch);
-  const Odds flags = flag_odds<Path>(block, top, changes);
+  const Odds flags = flag_odds<Path>(block, top, changes, scratch.changed.get());
   std::uint8_t classes[kChunk];
   for (std::size_t begin = 0; begin < block.count; begin += kChunk) {
     const std::size_t end = std::min(begin + kChunk, block.count);

@@ -400,13 +400,14 @@ def _put_signs(writer: PlaneWriter, falls: Ints, positions: Ints, columns: int) 
 
 
 def _flag_odds(classes: Ints, changed: Ints) -> Odds:
-    """Counts the elements of each class in some groups of 64 only."""
+    """Counts the elements of each class that do not change in some groups of 64 only."""
     groups = -(-len(classes) // GROUP)
     stride = 1 + groups // SAMPLED
     sampled = np.arange(len(classes)) // GROUP % stride == 0
-    members = np.bincount(classes[sampled], minlength=CONTEXTS) * stride
+    unchanged = np.bincount(classes[sampled & (changed == 0)], minlength=CONTEXTS)
     ones = np.bincount(classes[changed == 1], minlength=CONTEXTS)
-    pairs = zip(ones.tolist(), np.maximum(members, ones).tolist(), strict=True)
+    totals = ones + unchanged * stride + stride // 2
+    pairs = zip(ones.tolist(), totals.tolist(), strict=True)
     return Odds([level_of(one, total) for one, total in pairs])
 
 
