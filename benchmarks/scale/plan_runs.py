@@ -8,6 +8,7 @@ shaped links and a proxy that delays every request. Rates are measured right bef
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,10 @@ from deltawire.testing.proxy import FaultyProxy
 from deltawire.testing.s3_server import S3Server
 
 POLL_S = 0.1
+SMALL_TENSORS = 8
+SMALL_STEPS = 9
+"""Steps of models of at most so many tensors: a version arrives within a poll or two, so that the
+wait for a poll is most of it, and three steps would not show its mean."""
 LONGEST_S = 280.0
 """The longest that a process is waited for."""
 
@@ -268,11 +273,18 @@ def _measure(
     steps: int,
     simulate: Callable[[Amounts, Writer, Readers], float] | None,
 ) -> Made:
-    """Makes the steps of one configuration; ``held`` are the bytes that each reader had read."""
+    """Makes the steps of one configuration; ``held`` are the bytes that each reader had read.
+
+    Each step begins at a random time: readers that have just moved are all about to pause.
+    """
+    if group.tensors <= SMALL_TENSORS:
+        steps = max(steps, SMALL_STEPS)
+    phases = random.Random(f"{group.tensors} {group.readers} {case}")
     rows: list[tuple[float, float, float, Stepped]] = []
     last = time.monotonic()
     intervals = []
     for _ in range(steps):
+        time.sleep(phases.uniform(0.0, 2 * POLL_S))
         trainer.ask(repr(case.share))
         stepped = msgspec.convert(trainer.answer(), Stepped)
         reached = [reader.reached(stepped.version) for reader in readers]

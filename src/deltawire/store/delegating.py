@@ -36,6 +36,11 @@ class DelegatingBucket(Bucket):
         """Runs one operation on ``inner`` and returns its result."""
         return operation()
 
+    @property
+    def poll_s(self) -> float:
+        """As `Bucket.poll_s`."""
+        return self.inner.poll_s
+
     def get(self, key: str, *, limit: int) -> bytes | None:
         """As `Bucket.get`."""
         return self._call("get", key, lambda: self.inner.get(key, limit=limit))

@@ -6,7 +6,8 @@ import socket
 import pytest
 
 from deltawire.errors import DeltawireError, InputError, RetryError
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, MeteredBucket, RetryingBucket, open_bucket
+from deltawire.store.delegating import DelegatingBucket
 
 as_root = hasattr(os, "geteuid") and os.geteuid() == 0
 
@@ -102,3 +103,12 @@ def test_a_store_that_does_not_answer_is_a_retry_error():
 
 def test_a_remote_bucket_is_polled_less_often(tmp_path):
     assert open_bucket(str(tmp_path)).poll_s < Bucket(None, "s3://b", local=False).poll_s
+
+
+def test_a_wrapper_is_polled_as_often_as_the_bucket_in_it():
+    class Slow(DelegatingBucket):
+        poll_s = 7.0
+
+    bucket = MeteredBucket(Slow(open_bucket("memory://")))
+    assert bucket.poll_s == 7.0
+    assert RetryingBucket.over(bucket).poll_s == 7.0
