@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from deltawire.cli.arguments import add_json, add_trust, at_least, trust_of
 
 if TYPE_CHECKING:
+    from deltawire.plan.architecture import Model
     from deltawire.plan.fleet.planner import FleetPlan
     from deltawire.plan.fleet.rates import Rates
+    from deltawire.plan.fleet.request import PlanRequest
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from deltawire.errors import InputError
+    from deltawire.plan.fleet.planner import make_plan
     from deltawire.plan.fleet.plot import draw_plan, draw_what_if
     from deltawire.plan.fleet.rates import read_rates, shipped_rates
     from deltawire.plan.fleet.views import plan_view, what_if_view
@@ -64,7 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.simulate:
             raise InputError("--what-if and --simulate are given together: choose one")
         keys = parse_what_if(arguments.what_if)
-        rows = plan_what_if(keys, lambda changes: _plan(arguments, rates, changes))
+
+        def planned(changes: dict[str, str]) -> FleetPlan:
+            request, model, changed = _read(arguments, rates, changes)
+            return make_plan(request, model, rates, changed=changed)
+
+        rows = plan_what_if(keys, planned)
         if arguments.plot:
             draw_what_if(rows, Path(arguments.plot))
         if arguments.json:
@@ -72,11 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             Console().print(what_if_view(rows))
         return 0
-    plan = _plan(arguments, rates, {})
+    request, model, changed = _read(arguments, rates, {})
+    plan = make_plan(request, model, rates, changed=changed)
     if arguments.plot:
         draw_plan(plan, Path(arguments.plot))
     if arguments.simulate:
-        return _simulate(arguments, rates, plan)
+        return _simulate(arguments, request, model, rates, plan)
     if arguments.json:
         print(msgspec.json.encode(plan).decode())  # noqa: T201
     else:
@@ -84,35 +93,34 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(arguments: argparse.Namespace, rates: Rates, changes: dict[str, str]) -> FleetPlan:
-    from deltawire.plan.fleet.planner import make_plan
+def _read(
+    arguments: argparse.Namespace, rates: Rates, changes: dict[str, str]
+) -> tuple[PlanRequest, Model, float]:
+    """Returns what PLAN.toml asks, its model, and the share of the values that a step changes."""
     from deltawire.plan.fleet.request import read_request
     from deltawire.runtime.trusted import open_trusted
 
     path, trust = Path(arguments.plan), trust_of(arguments)
     request = read_request(path, changes)
-    model = request.architecture(path.parent)
     changed = request.changed(rates, open_run=lambda location: open_trusted(location, trust))
-    return make_plan(request, model, rates, changed=changed)
+    return request, request.architecture(path.parent), changed
 
 
-def _simulate(arguments: argparse.Namespace, rates: Rates, plan: FleetPlan) -> int:
+def _simulate(
+    arguments: argparse.Namespace, request: PlanRequest, model: Model, rates: Rates, plan: FleetPlan
+) -> int:
     """Simulates the plan's fleet, and prints it next to the closed form."""
     import msgspec
     from rich.console import Console
 
     from deltawire.errors import InputError
     from deltawire.plan.fleet.planner import describe_fleet
-    from deltawire.plan.fleet.request import read_request
     from deltawire.plan.fleet.views import simulation_view
 
     try:
         from deltawire.plan.fleet.simulation.fleet import simulate_fleet
     except ImportError:
         raise InputError("--simulate needs SimPy", hint="pip install 'deltawire[plan]'") from None
-    path = Path(arguments.plan)
-    request = read_request(path)
-    model = request.architecture(path.parent)
     described = describe_fleet(request, model, rates, changed=plan.changed)
     found = simulate_fleet(
         request, described, steps=arguments.simulate, seed=arguments.seed, faults=request.faults
