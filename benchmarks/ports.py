@@ -1,4 +1,4 @@
-"""Ports for processes that must know one before anybody listens there."""
+"""Ports for processes that must know one before a server listens there."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ USUAL_FIRST = 32_768
 
 
 def free_port() -> int:
-    """Returns a port of loopback that is free now, and that the system gives to nobody.
+    """Returns a port of loopback that is free now, and that the system does not assign by itself.
 
     A port that ``bind`` chose (port 0) goes back to those that the system gives to any connection,
-    so another process may have it before the intended one listens. A port below that range is only
-    taken by who names it.
+    so another process may have it before the intended one listens. A port below that range is
+    taken only by a process that names it.
     """
     first = int(RANGE.read_text().split()[0]) if RANGE.is_file() else USUAL_FIRST
     ports = range(LOWEST, max(first, LOWEST + 1000))

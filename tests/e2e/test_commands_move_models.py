@@ -40,7 +40,7 @@ def files_in(path: Path) -> dict[str, bytes]:
 
 def shown_in(link: Path) -> dict[str, bytes]:
     """The files that a pulled directory shows. ``deltawire pull`` keeps the version that it shows
-    and one more, so whoever reads slowly must look where the link points to afterwards."""
+    and one more, so a slow reader must look where the link points afterwards."""
     while True:
         target = link.resolve()
         try:

@@ -133,7 +133,7 @@ def _open_folder(location: str, *, create: bool, durable: bool) -> FolderBucket:
         elif not folder.is_dir():
             raise InputError(
                 f"there is no bucket at {location}",
-                hint="is the path right? open_bucket(…, create=True) makes a folder for a new run",
+                hint="is the path right? open_bucket(…, create=True) of Python makes a new folder",
             )
         return FolderBucket(folder, durable=durable)
     except (OSError, exceptions.BaseError) as error:

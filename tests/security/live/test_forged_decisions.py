@@ -1,4 +1,4 @@
-"""In a signed run, nobody but the gateways' key decides which version serves."""
+"""In a signed run, only the gateways' key decides which version serves."""
 
 import pytest
 from signed_run import OTHER, STRANGER, WORKER, SignedRun

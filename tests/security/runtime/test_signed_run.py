@@ -1,4 +1,4 @@
-"""Whoever writes to the bucket of a signed run without a key changes what nobody believes."""
+"""Objects that are written to a signed run's bucket without a key are ignored."""
 
 import os
 import threading

@@ -1,6 +1,6 @@
 """Pseudonyms: names of users and conversations as keyed hashes.
 
-Without the key nobody can tell whether two deployments serve the same user, or look up a user's
+Without the key it cannot be told whether two deployments serve the same user, or look up a user's
 name among the pseudonyms. Every gateway of a deployment has the same key.
 """
 

@@ -1,1 +1,1 @@
-"""Takes feedback about receipts, and detects signals that nobody reports."""
+"""Takes feedback about receipts, and detects signals that no client reports."""

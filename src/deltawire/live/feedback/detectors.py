@@ -1,4 +1,4 @@
-"""Detectors: signals about an answer that nobody reports.
+"""Detectors: signals about an answer that no client reports.
 
 Each is a function of how a conversation went on after the answer. It returns a value, or None if
 the conversation says nothing about it. A detector is a signal with errors: rewards name those that

@@ -57,7 +57,7 @@ class Taken:
 
 class UnknownReceiptError(InputError):
     """A receipt that this deployment did not give for this run. The message is the same for all
-    reasons, so that nobody learns which check failed."""
+    reasons, so that a client cannot learn which check failed."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -150,7 +150,7 @@ class FeedbackIntake:
         return _refused(503, "the gateway cannot store feedback now", "try again later", 10.0)
 
     def note(self, rows: Iterable[Feedback]) -> None:
-        """Stores signals that detectors found; nobody waits for them."""
+        """Stores signals that detectors found; no request waits for them."""
         self._spool.append_all([encode_row(row) for row in rows])
 
 
