@@ -220,7 +220,7 @@ def test_a_location_in_place_of_a_bucket_says_what_to_pass(tmp_path):
 
 
 def test_a_new_folder_is_made_only_if_it_is_asked_for(tmp_path):
-    with pytest.raises(InputError, match=r"create=True\) makes a folder for a new run"):
+    with pytest.raises(InputError, match=r"create=True\) of Python makes a new folder"):
         open_bucket(str(tmp_path / "new"))
     open_bucket(str(tmp_path / "new"), create=True)
     assert read_run(open_bucket(str(tmp_path / "new"))) is None
