@@ -305,7 +305,9 @@ def _region(
         before = relay.crossed
     publisher.close()
     relay.close()
-    _check_same(steps.tensors, relay.mirror.tensors)
+    mirror = load_mirror(destination, relay.run)
+    assert mirror is not None
+    _check_same(steps.tensors, mirror.tensors)
     return (shares[0], shares[1]), _objects(destination, publisher.run, publisher.version)
 
 

@@ -289,8 +289,8 @@ class Check:
             relay.advance()
         finally:
             relay.close()
-        if relay.version >= 0:
-            self.right(relay.mirror.tensors, relay.version)
+        if relay.version >= 0 and (held := load_mirror(destination, relay.run)) is not None:
+            self.right(held.tensors, held.version)
         return f"version {relay.version}"
 
     def prune(self) -> str:

@@ -117,7 +117,7 @@ def test_parts_are_cut_from_joined_requests_in_the_order_asked_for(served):
     assert sorted(server.seen) == [(7, 119), (900_000, 900_049)]
 
 
-def test_a_response_that_is_cut_short_is_tried_again_not_padded(served):
+def test_a_response_that_is_cut_short_is_an_error_and_is_not_padded(served):
     server, bucket = served(b"x" * 100, together=1)
     bucket.size = lambda key: 300  # The object is whole; the answer was not.
     with pytest.raises(RetryError):

@@ -9,7 +9,7 @@ from shard_ranks import RANKS, close, publish_all, rank_publisher
 from deltawire.store import REQUESTS, open_bucket
 from deltawire.sync import Relay, load_mirror, open_publisher, prune, read_manifest
 from deltawire.sync.follow import fetch
-from deltawire.sync.maintain import relay as maintain_relay
+from deltawire.sync.maintain import blob_copies
 from deltawire.sync.publish import anchors, encoding
 from deltawire.sync.publish.sharded import WAITING_REQUESTS_PER_S, waiting_pause_s
 from deltawire.testing.faulty import FaultyBucket
@@ -68,8 +68,8 @@ def test_uploads_overlap_and_are_bounded(monkeypatch):
 def test_a_relay_copies_many_blobs_at_once(many_blobs, monkeypatch, limit):
     """Between two remote stores, as many as fit into its memory."""
     inner, run, _ = many_blobs
-    monkeypatch.setattr(maintain_relay, "COPIED_BYTES", limit)
-    source = SimulatedBucket(inner, latency_s=0.002)
+    monkeypatch.setattr(blob_copies, "COPIED_BYTES", limit)
+    source = SimulatedBucket(inner, latency_s=0.02)
     target = SimulatedBucket(open_bucket("memory://other"), latency_s=0.002)
     relay = Relay(source, target, start=0)
     relay.step()

@@ -27,11 +27,10 @@ from deltawire.plan.fleet.transfer import (
     Readers,
     Writer,
     follow,
-    overlapped,
     publish,
 )
-from deltawire.sync.chain.objects import RANGE_BYTES, RANGES
-from deltawire.sync.maintain.relay import copies_at_once
+from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES
+from deltawire.sync.maintain.blob_copies import copies_at_once
 from deltawire.sync.publish.encoding import BLOB_BYTES, UPLOAD_BYTES
 
 DAY_S = 86_400.0
@@ -41,6 +40,8 @@ DEVICE_UTILIZATION = 0.5
 """Assumed share of a device's bandwidth that quantising and scattered writes reach."""
 CORE_UTILIZATION = 0.8
 """Assumed share of a linear speed-up that all cores of a server reach."""
+TABLE_READS = 2
+"""Requests by which a relay reads the list of blobs from the piece table that it copied."""
 LINE_BYTES = 64
 """Bytes of device memory that one scattered write moves: a line of 32 bytes in and out."""
 
@@ -138,7 +139,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Relaying:
-    """A relay: how it reads the trainer's bucket, and how it writes and reads its region's.
+    """A relay: how it reads the trainer's bucket, and how it writes its region's.
 
     Example::
 
@@ -146,10 +147,9 @@ class Relaying:
     """
 
     source: Readers
-    target: Readers
+    get_s: float
     put_s: float
     put_bytes_s: float
-    writes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def describe_fleet(
         region.name: _readers(request, region, model, rates, amounts) for region in request.regions
     }
     relays = {
-        region.name: _relay(request, region, rates, readers[region.name])
+        region.name: _relay(request, region, readers[region.name])
         for region in request.regions
         if region.away and region.relay
     }
@@ -250,68 +250,62 @@ def _readers(
     )
 
 
-def _relay(request: PlanRequest, region: RegionSection, rates: Rates, readers: Readers) -> Relaying:
-    """Describes the relay of a region; its decoding is that of the whole model."""
+def _relay(request: PlanRequest, region: RegionSection, readers: Readers) -> Relaying:
+    """Describes the relay of a region, which gets whole blobs and decodes none."""
     source, target = request.store(request.trainer.store), request.store(region.store)
-    reading = replace(
+    crossing = replace(
         readers,
         count=1,
         share=1.0,
         per_host=1,
         serial_cores=1.0,
-        cores=max(1.0, min(region.relay_threads, region.cores_per_host) * CORE_UTILIZATION),
-        stage_change_s=0.0,
-        swap_change_s=rates.mirror_change_s,
-        staged_on_cores=True,
-    )
-    crossing = replace(
-        reading,
         link_bytes_s=region.cross_gb_s * 1e9,
         connection_bytes_s=source.connection_mb_s * 1e6,
         get_s=source.get_ms / 1e3,
         decode=FREE,
+        stage_change_s=0.0,
         swap_change_s=0.0,
         reads_per_s=source.reads_per_s,
     )
     return Relaying(
         source=crossing,
-        target=reading,
+        get_s=target.get_ms / 1e3,
         put_s=target.put_ms / 1e3,
         put_bytes_s=target.connection_mb_s * 1e6,
-        writes_per_s=target.writes_per_s,
     )
 
 
 def relay_timeline(amounts: Amounts, relay: Relaying) -> HopTimeline:
     """Returns the hops of a relay.
 
-    It copies blobs, several at once, each got and put whole; reads them back from its own bucket
-    and decodes them, which verifies both; moves its mirror; and creates the manifest last.
+    It copies the piece table and reads it back, copies blobs, several at once, each got and put
+    whole, and creates the manifest. It decodes nothing before that; anchors and compacted deltas
+    are made later, and no reader waits for them.
     """
     crossing = {hop.name: hop for hop in follow(amounts, relay.source).hops}
-    back = {hop.name: hop for hop in follow(amounts, relay.target).hops}
     size = amounts.delta_bytes
     at_once = min(copies_at_once(size / amounts.blobs), amounts.blobs)
     waves = math.ceil(amounts.blobs / at_once)
-    round_trips = relay.target.get_s + relay.source.get_s + relay.put_s
-    ranges = min(RANGES, math.ceil(size / amounts.blobs / RANGE_BYTES))
+    ranges = min(AT_ONCE, math.ceil(size / amounts.blobs / REQUEST_BYTES))
     # One blob after another in each of the threads: a connection gets it, then puts it.
     per_thread = size / at_once
     serial_s = per_thread / (ranges * relay.source.connection_bytes_s)
     serial_s += per_thread / relay.put_bytes_s
-    copy_s = waves * round_trips + max(serial_s, size / relay.source.link_bytes_s)
-    decode_s, get_s = back["decode"].seconds, back["get"].seconds
-    requests = crossing["get"].requests + back["get"].requests + amounts.blobs
+    copy_s = relay.source.get_s + waves * (relay.source.get_s + relay.put_s)
+    copy_s += max(serial_s, size / relay.source.link_bytes_s)
+    table_gets = 0
+    if not amounts.inline:
+        copy_s += relay.source.get_s + relay.put_s + TABLE_READS * relay.get_s
+        table_gets = TABLE_READS
+    puts = amounts.blobs + (0 if amounts.inline else 1)
     hops = (
         Hop("relay poll", crossing["poll"].seconds, 0.0, crossing["poll"].requests),
         Hop("relay copy", copy_s, crossing["get"].bytes, crossing["get"].requests),
-        Hop("relay get", get_s, back["get"].bytes, requests - crossing["get"].requests),
-        Hop("relay decode", decode_s, size),
-        Hop("relay move", back["swap"].seconds, back["swap"].bytes),
-        Hop("relay put", 0.0, size, amounts.blobs),
-        Hop("relay commit", relay.put_s * (1 if amounts.inline else 2), amounts.manifest_bytes, 2),
+        Hop("relay get", 0.0, 0.0, table_gets),
+        Hop("relay put", 0.0, size, puts),
+        Hop("relay commit", relay.put_s, amounts.manifest_bytes, 1),
     )
-    return HopTimeline(hops, get_s + decode_s - overlapped(get_s, decode_s, amounts.blobs))
+    return HopTimeline(hops, 0.0)
 
 
 def make_plan(request: PlanRequest, model: Model, rates: Rates, *, changed: float) -> FleetPlan:
@@ -514,10 +508,8 @@ def _method_lines(
         _, _, dollars = _region_dollars(request, region, fleet, sent, versions)
         seconds = method_seconds(method, amounts, described.writer, readers)
         if region.name in described.relays:
-            relay = described.relays[region.name]
-            free = replace(relay.target, decode=FREE, swap_change_s=0.0)
             copied = amounts.sending(method.bytes, described.writer.ranks)
-            seconds += relay_timeline(copied, replace(relay, target=free)).seconds
+            seconds += relay_timeline(copied, described.relays[region.name]).seconds
         found.append(
             MethodLine(
                 method=method.name,

@@ -106,7 +106,6 @@ class RegionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     cross_gb_s: Bandwidth = 1.25
     total_gb_s: Bandwidth = 1000.0
     cores_per_host: Count = 96
-    relay_threads: Count = 16
     poll_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 0.5
 
 

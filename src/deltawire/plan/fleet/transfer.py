@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from deltawire.plan.fleet.rates import BYTES, CoreCost, Precision
 from deltawire.store import REQUESTS
-from deltawire.sync.chain.objects import RANGE_BYTES, RANGES
+from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES
 from deltawire.sync.chain.version_poller import LONGEST_PAUSE, PATIENCE_SHARE
 from deltawire.sync.follow.fetch import AHEAD_BYTES, WHOLE
 from deltawire.sync.publish.encoding import BLOB_BYTES, UPLOADS
@@ -88,7 +88,7 @@ class Amounts:
     def whole(self, ranks: int, share: float) -> Amounts:
         """Returns the same version sent whole, in as many objects as a reader of ``share`` of it
         makes requests, which are of 8 MiB."""
-        requests = math.ceil(self.model_bytes * share / RANGE_BYTES)
+        requests = math.ceil(self.model_bytes * share / REQUEST_BYTES)
         blobs = ranks * max(1, requests // ranks)
         return replace(self, delta_bytes=self.model_bytes, blobs=blobs)
 
@@ -256,8 +256,8 @@ class Fetching:
         """Computes the requests for ``share`` of each blob."""
         each = amounts.delta_bytes * share / amounts.blobs
         at_once = max(1, min(REQUESTS, amounts.blobs, int(AHEAD_BYTES / max(each, 1.0))))
-        parts = math.ceil(each / RANGE_BYTES) if share > WHOLE else 1
-        return cls(at_once, min(parts, RANGES), amounts.blobs * parts)
+        parts = math.ceil(each / REQUEST_BYTES) if share > WHOLE else 1
+        return cls(at_once, min(parts, AT_ONCE), amounts.blobs * parts)
 
 
 def overlapped(first_s: float, second_s: float, parts: float) -> float:

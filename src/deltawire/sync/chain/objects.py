@@ -10,7 +10,7 @@ import blake3
 from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, in_parallel, require_bucket
-from deltawire.store.ranges import REQUEST_BYTES
+from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES
 from deltawire.wire import keys
 from deltawire.wire.coordination import MAX_FLOOR_BYTES, RetentionFloor
 from deltawire.wire.manifest import (
@@ -266,6 +266,14 @@ def committed_objects(bucket: Bucket, *, newer_than: int | None = None) -> dict[
     return found
 
 
+def later_anchors(bucket: Bucket, *, newer_than: int) -> list[int]:
+    """Lists the versions above ``newer_than`` (-1: all) that have an anchor which was made after
+    their commit, in order."""
+    after = None if newer_than < 0 else keys.compacted_after(newer_than)
+    names = map(keys.compacted_of, bucket.list(keys.COMPACTED, after=after))
+    return sorted(name[1] for name in names if name is not None and name[0] is None)
+
+
 class RetentionFloors(NamedTuple):
     """The floors of a run: ``valid`` ones by version, and why others were ``refused``."""
 
@@ -348,17 +356,11 @@ def missing_blobs(bucket: Bucket, refs: Sequence[BlobRef]) -> list[BlobRef]:
     return [ref for ref, lost in zip(refs, missing, strict=True) if lost]
 
 
-RANGE_BYTES = REQUEST_BYTES
-"""Larger blobs are fetched in ranges of this many bytes, `RANGES` of them at once."""
-
-RANGES = 4
-
-
 def get_blob(bucket: Bucket, ref: BlobRef, *, version: int | None = None) -> bytes | bytearray:
     """Fetches a blob and checks it against its name; raises `CorruptError` if it is missing or
     damaged."""
     key = keys.blob(ref.hash)
-    if ref.bytes <= RANGE_BYTES:
+    if ref.bytes <= REQUEST_BYTES:
         data: bytes | bytearray | None = bucket.get(key, limit=ref.bytes)
     else:
         data = _get_in_ranges(bucket, key, ref.bytes)
@@ -373,10 +375,10 @@ def get_blob(bucket: Bucket, ref: BlobRef, *, version: int | None = None) -> byt
 
 def _get_in_ranges(bucket: Bucket, key: str, size: int) -> bytearray | None:
     found = bytearray()
-    wave = RANGE_BYTES * RANGES
+    wave = REQUEST_BYTES * AT_ONCE
     for at in range(0, size, wave):
-        ends = range(at, min(at + wave, size), RANGE_BYTES)
-        ranges = [(start, min(RANGE_BYTES, size - start)) for start in ends]
+        ends = range(at, min(at + wave, size), REQUEST_BYTES)
+        ranges = [(start, min(REQUEST_BYTES, size - start)) for start in ends]
         parts = bucket.read_ranges(key, ranges)
         if parts is None:
             return None

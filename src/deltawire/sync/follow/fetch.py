@@ -126,9 +126,7 @@ def fetch_pieces(
 
     Raises `CorruptError` if a blob is missing or does not match its name.
     """
-    by_blob: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        by_blob.setdefault(piece.blob, []).append(piece)
+    by_blob = _by_blob(pieces)
 
     def fetch(number: int) -> list[tuple[Piece, memoryview]]:
         return _fetch_blob(bucket, payload, number, by_blob[number], version)
@@ -168,10 +166,15 @@ def fetch_pieces(
 
 def fetched_bytes(payload: Payload, pieces: Iterable[Piece]) -> int:
     """Returns how many bytes of blobs are fetched for ``pieces``, those between them included."""
-    by_blob: dict[int, list[Piece]] = {}
+    return sum(_cost(payload.blobs[number], some)[0] for number, some in _by_blob(pieces).items())
+
+
+def _by_blob(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
+    """Groups pieces by the number of their blob, in the order of their first piece."""
+    found: dict[int, list[Piece]] = {}
     for piece in pieces:
-        by_blob.setdefault(piece.blob, []).append(piece)
-    return sum(_cost(payload.blobs[number], some)[0] for number, some in by_blob.items())
+        found.setdefault(piece.blob, []).append(piece)
+    return found
 
 
 def _cost(ref: BlobRef, pieces: Sequence[Piece]) -> tuple[int, int]:

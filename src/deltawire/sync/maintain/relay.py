@@ -2,23 +2,24 @@
 
 Concurrency::
 
-    source                      relay                                destination
+    source                      relay                              destination
       manifest N+1 ───────────▶ (its bytes, unchanged)
-      blobs of the delta ─────▶ each once ─────────────────────────▶ blobs
-                                the mirror takes the delta, and
-                                encodes the anchor's blobs again ──▶ blobs
-                                                       last of all ▶ manifest N+1, the same bytes
+      blobs of the delta ─────▶ each once, checked by its name ──▶ blobs
+                                                     last of all ▶ manifest N+1, the same bytes
+                                thread: anchors, from the region's own deltas
+                                (see `region_anchors`)
+                                thread: compacted deltas (see `compaction`)
 
 Manifests are copied byte for byte, so their signatures hold at the destination as well; the relay
-has no key and needs none. An anchor's blobs are encoded from the relay's own mirror. Encoding is
-deterministic, so they have the names that the manifest states, which is checked before they are
-stored. A blob that differs, because its writer had another encoder, is copied; this is counted and
-reported.
+has no key and needs none. A version is committed as soon as its blobs are stored: the relay checks
+seals, signatures and the BLAKE3 of every blob on the way, and decodes nothing. Readers decode, and
+compare every step with its digests before they use it, wherever they read it; a version that its
+writer encoded wrongly is refused at the destination as it is at the source.
 
 The relay keeps all its state in the destination. After a stop at any point, it finds the newest
-version there and continues; blobs of an uncommitted version are stored again or found. Compacted
-deltas are made at the destination, from its own deltas; in a signed run, where they need the key,
-the source's are copied once their blobs have been made.
+version there and continues; blobs of an uncommitted version are stored again. Compacted deltas are
+made at the destination, from its own deltas; in a signed run, where they need the key, the source's
+are copied once their blobs have been made.
 
 Versions that retention prunes at the source are pruned at the destination too, down to the newest
 anchor that is there, with the source's tombstones. A region's bucket therefore does not grow
@@ -32,33 +33,27 @@ import posixpath
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal
 
-from blake3 import blake3
-
-from deltawire import codec
-from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import REQUESTS, Bucket, RetryingBucket, in_parallel
+from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import (
     check_signed,
     committed_versions,
     files_of,
-    get_blob,
+    later_anchors,
     newest_retention_floor,
     newest_version,
-    put_blob,
     read_manifest,
     read_run,
     require_run,
 )
-from deltawire.sync.chain.payloads import read_blobs, read_payload, table_blobs
+from deltawire.sync.chain.payloads import read_blobs, table_blobs
 from deltawire.sync.chain.version_poller import VersionPoller, newest_readable
-from deltawire.sync.follow.fetch import decode_delta, in_order, threads_of
-from deltawire.sync.follow.load import fetch_anchor, load_mirror
-from deltawire.sync.follow.mirror import Mirror, empty_mirror
+from deltawire.sync.maintain.blob_copies import BlobCopies
+from deltawire.sync.maintain.region_anchors import WITHIN, RegionAnchors, RelayedAnchor
 from deltawire.sync.maintain.retention import GRACE_S, Pruned, SealedElsewhere, prune
 from deltawire.sync.publish.compaction import COMPACTION_STRIDES, CompactionThread
 from deltawire.wire import keys
@@ -70,15 +65,12 @@ from deltawire.wire.manifest import (
     decode_compacted,
     decode_manifest,
 )
-from deltawire.wire.payload import BlobRef, PayloadRef, Piece
-from deltawire.wire.run import MAX_RUN_BYTES, Run
+from deltawire.wire.payload import BlobRef
+from deltawire.wire.run import MAX_RUN_BYTES
 from deltawire.wire.seal import Signer, seal
 
 PRUNE_EVERY_S = 300.0
 """Seconds between checks of what the source has pruned, while it has no new version."""
-
-COPIED_BYTES = 256 << 20
-"""The most bytes of blobs that are copied at once, except for one blob that is larger."""
 
 PATIENCE = 16
 """After this many further versions, a compacted delta that is missing at the source of a signed run
@@ -88,15 +80,16 @@ is given up.
 
 @dataclass(frozen=True)
 class Relayed:
-    """The cost of copying one version. ``crossed`` bytes came from the source, of which
-    ``anchor_copied`` for an anchor; ``anchor_made`` bytes were encoded here instead. ``alarm``
-    names a manifest at the source that could not be read, ``compaction_error`` explains why a
-    compacted delta could not be made.
+    """The cost of copying one version, or of storing the anchor of one (``kind``), which follows
+    its version. ``crossed`` bytes came from the source since the report before; of an anchor,
+    ``anchor_made`` bytes were encoded here and ``anchor_copied`` came from the source. ``alarm``
+    names a manifest at the source that could not be read; ``anchor_error`` and ``compaction_error``
+    explain why an anchor or a compacted delta could not be made here.
 
     Example::
 
         for done in relay.follow():
-            print(done.version, done.crossed, done.seconds)
+            print(done.kind, done.version, done.crossed, done.seconds)
     """
 
     version: int
@@ -107,6 +100,8 @@ class Relayed:
     seconds: float
     alarm: str = ""
     compaction_error: str = ""
+    anchor_error: str = ""
+    kind: Literal["version", "anchor"] = "version"
 
 
 class Relay:
@@ -149,21 +144,27 @@ class Relay:
             )
         self.source = RetryingBucket.over(source)
         self.destination = RetryingBucket.over(destination)
-        self._threads = threads
-        self._counting = threading.Lock()
-        self.crossed = 0
-        """Bytes of manifests, blobs and run.json that this object has read from the source."""
+        self._reported = 0
         self._retain = retain
         self._grace_s = grace_s
         self._prune_at = 0.0
         self._pruned_below = 0
         self._data: dict[int, bytes] = {}
-        self.run = self._copy_run(public_key)
+        self._copied: set[str] = set()
+        """Blobs of the version in progress that are at the destination."""
+        self.run = require_run(self.source, public_key=public_key)
+        self._copies = BlobCopies(self.source, self.destination, self.run)
+        self._copy_run(public_key)
         self._keyless = bool(self.run.public_key) and signer is None
         self._poller = VersionPoller(self.source, self.run, read=self._read)
-        self.mirror, self._done = self._resume()
+        self.anchors = RegionAnchors(
+            self.run, self._copies, unsigned=self._keyless, threads=threads
+        )
+        self._done = self._resume()
+        self._first_version = -1
+        """The version that this relay begins with, -1 if another has begun."""
         if self._done < 0:
-            first = self._first(start)
+            self._first_version = first = self._first(start)
             self._done = first - 1
             if first:
                 self._begin_with(first)
@@ -178,8 +179,13 @@ class Relay:
 
     @property
     def version(self) -> int:
-        """The newest version that can be read at the destination, -1 before the first."""
-        return self.mirror.version
+        """The newest version that was copied, -1 before the first."""
+        return -1 if self._done < self._first_version else self._done
+
+    @property
+    def crossed(self) -> int:
+        """Bytes of manifests, blobs and run.json that this object has read from the source."""
+        return self._copies.crossed
 
     @property
     def alarm(self) -> CorruptError | None:
@@ -187,12 +193,19 @@ class Relay:
         return self._poller.alarm
 
     def advance(self, progress: Callable[[Relayed], None] | None = None) -> int:
-        """Copies every version that is now at the source. Returns how many there were."""
+        """Copies every version that is now at the source, and then the anchors. Returns the number
+        of versions.
+        """
         count = 0
         while (done := self.step()) is not None:
             count += 1
             if progress is not None:
                 progress(done)
+        self.anchors.wake(self._done)
+        self.anchors.wait()
+        for anchor in self._finished_anchors():
+            if progress is not None:
+                progress(anchor)
         self.prune()
         return count
 
@@ -200,10 +213,12 @@ class Relay:
         """Copies version after version, waiting for the next, until ``stop`` is set."""
         stop = stop or threading.Event()
         while not stop.is_set():
+            yield from self._finished_anchors()
             done = self.step()
             if done is None:
                 if time.monotonic() > self._prune_at:
                     self._prune_at = time.monotonic() + PRUNE_EVERY_S
+                    self.anchors.wake(self._done)
                     self.prune()
                 stop.wait(self._poller.pause_s)
                 continue
@@ -216,7 +231,7 @@ class Relay:
         Raises as `retention.prune`; the same call may then be repeated.
         """
         floor = newest_retention_floor(self.source, self.run) if self._retain else 0
-        if not self._pruned_below < floor <= self.mirror.version:
+        if not self._pruned_below < floor <= self._done:
             return None
         found = prune(
             self.destination,
@@ -230,7 +245,8 @@ class Relay:
         return found
 
     def close(self) -> None:
-        """Makes the compacted deltas that are due, and ends the compaction thread."""
+        """Makes the anchors and compacted deltas that are due, and ends the threads."""
+        self.anchors.close()
         self.compaction.close()
 
     def step(self) -> Relayed | None:
@@ -240,34 +256,71 @@ class Relay:
         another version of that number, `RetryError` if one of the stores does not answer; the same
         call may then be repeated.
         """
-        started, crossed = time.perf_counter(), self.crossed
+        started = time.perf_counter()
         found = self._next()
         if found is None:
             return None
         data, manifest = found
         version = manifest.version
-        made = copied = 0
+        anchor: RelayedAnchor | None = None
         if not manifest.pruned:
-            self._copy_files(manifest)
-            if manifest.delta is not None:
-                self._copy_refs(self._blobs(manifest.delta, version), version)
-            made, copied = self._move(manifest)
+            self._copies.copy_files(manifest)
+            anchor = self._copy_payloads(manifest)
         self._commit(manifest, data)
         if not manifest.pruned:
             self._keep_blobs(manifest)
         self._done = version
-        if self.mirror.version == version:
-            self.compaction.wake(version)
+        self._copied.clear()
+        self.compaction.wake(version)
+        self.anchors.wake(version)
+        return self._report(version, started, pruned=manifest.pruned, anchor=anchor)
+
+    def _copy_payloads(self, manifest: Manifest) -> RelayedAnchor | None:
+        """Copies the blobs of a version, and those of its anchor if the version has one from its
+        commit on or nothing here leads to it.
+        """
+        version, anchor = manifest.version, None
+        if manifest.delta is not None:
+            tables = table_blobs([manifest.delta])
+            self._copies.copy_all(tables, version, except_for=self._copied)
+            blobs = read_blobs(self.destination, self.run, manifest.delta)
+            self._copies.copy_all(blobs, version, except_for=self._copied)
+        begins = version == self._first_version
+        if manifest.anchor is not None:
+            anchor = self.anchors.store_stated(manifest, copy=begins)
+        elif begins:
+            anchor = self.anchors.store(version, copy=True)
+        return anchor
+
+    def _report(
+        self, version: int, started: float, *, pruned: bool, anchor: RelayedAnchor | None
+    ) -> Relayed:
+        crossed, self._reported = self.crossed - self._reported, self.crossed
         return Relayed(
             version,
-            manifest.pruned,
-            self.crossed - crossed,
-            made,
-            copied,
+            pruned,
+            crossed,
+            0 if anchor is None else anchor.made,
+            0 if anchor is None else anchor.copied,
             time.perf_counter() - started,
             alarm="" if self.alarm is None else str(self.alarm),
             compaction_error=self._compaction_error(),
+            anchor_error=str(self.anchors.error or "") or ("" if anchor is None else anchor.fault),
         )
+
+    def _finished_anchors(self) -> Iterator[Relayed]:
+        for anchor in self.anchors.take_finished():
+            crossed, self._reported = self.crossed - self._reported, self.crossed
+            yield Relayed(
+                anchor.version,
+                pruned=False,
+                crossed=crossed,
+                anchor_made=anchor.made,
+                anchor_copied=anchor.copied,
+                seconds=anchor.seconds,
+                anchor_error=anchor.fault,
+                kind="anchor",
+            )
 
     def _compaction_error(self) -> str:
         error = self.compaction.error  # A delta that the source has not made yet is not an error.
@@ -308,11 +361,10 @@ class Relay:
         data = seal(RetentionFloor(run=self.run.id, version=version), key=key)
         self.destination.create(key, data)
 
-    def _copy_run(self, public_key: str) -> Run:
+    def _copy_run(self, public_key: str) -> None:
         """Copies run.json unchanged, after its files."""
-        run = require_run(self.source, public_key=public_key)
         there = read_run(self.destination, public_key=public_key)
-        if there is not None and there.id != run.id:
+        if there is not None and there.id != self.run.id:
             raise InputError(
                 "the destination holds another run",
                 hint="choose an empty destination",
@@ -324,33 +376,22 @@ class Relay:
                 raise RetryError(
                     "run.json existed and is now missing", run=self.source.url, key=keys.RUN
                 )
-            check_signed(self.source, run, data, keys.RUN)
-            self.crossed += len(data)
-            self._copy_refs([BlobRef(file.blob, file.bytes) for file in run.model_files])
+            check_signed(self.source, self.run, data, keys.RUN)
+            self._copies.count(len(data))
+            files = [BlobRef(file.blob, file.bytes) for file in self.run.model_files]
+            self._copies.copy_missing(files)
             self.destination.create(keys.RUN, data)
-        return run
 
-    def _resume(self) -> tuple[Mirror, int]:
-        """Loads the newest version at the destination. Returns the mirror, and the newest version
-        that was copied (-1: none).
+    def _resume(self) -> int:
+        """Returns the newest version at the destination, -1 if there is none. An earlier relay may
+        have been killed before it checked that version's blobs.
         """
         newest = newest_readable(self.destination, self.run)
         if newest is None:
             copied = newest_version(self.destination)
-            return empty_mirror(self.run), -1 if copied is None else copied
-        try:
-            mirror = load_mirror(
-                self.destination, self.run, at=newest.version, threads=self._threads
-            )
-        except CorruptError:
-            # An earlier relay may have been killed before it checked its blobs.
-            for ref in newest.payloads:
-                self._copy_refs(self._blobs(ref, newest.version), newest.version)
-            mirror = load_mirror(
-                self.destination, self.run, at=newest.version, threads=self._threads
-            )
-        assert mirror is not None
-        return mirror, newest.version
+            return -1 if copied is None else copied
+        self._keep_blobs(newest)
+        return newest.version
 
     def _sealed_at_source(self, base: int, target: int) -> tuple[bytes, CompactedDelta] | None:
         """Returns the source's compacted delta, whose signature is valid at the destination too;
@@ -365,7 +406,7 @@ class Relay:
                     "the compacted delta is not at the source yet", run=self.source.url, key=key
                 )
             return None
-        self.crossed += len(data)
+        self._copies.count(len(data))
         check_signed(self.source, self.run, data, key)
         table, url = self.run, self.source.url
         return data, decode_compacted(
@@ -376,14 +417,19 @@ class Relay:
         newest = newest_readable(self.source, self.run)
         if newest is None:
             return 0
+        at_most = newest.version if start is None else min(start, newest.version)
+        later = set(
+            later_anchors(self.source, newer_than=max(at_most - WITHIN, -1))
+            or later_anchors(self.source, newer_than=-1)
+        )
         for version in sorted(committed_versions(self.source), reverse=True):
-            if version > (newest.version if start is None else min(start, newest.version)):
+            if version > at_most:
                 continue
             try:
                 found = read_manifest(self.source, self.run, version)
             except CorruptError:
                 continue
-            if found is not None and found.anchor is not None:
+            if found is not None and (found.anchor is not None or version in later):
                 return version
         if start is not None and start < newest.version:
             raise InputError(
@@ -403,137 +449,26 @@ class Relay:
         manifest = decode_manifest(
             data, version=version, table=self.run, run=self.source.url, key=key
         )
-        self.crossed += len(data)
+        self._copies.count(len(data))
         self._data[version] = data
         return manifest
 
-    def _copy_files(self, manifest: Manifest) -> None:
-        self._copy_refs([BlobRef(f.blob, f.bytes) for f in files_of(self.run, manifest)])
-
-    def _blobs(self, ref: PayloadRef, version: int) -> list[BlobRef]:
-        """Returns the blobs of a payload, by its piece table, which is copied first."""
-        tables = table_blobs([ref])
-        self._copy_refs(tables, version)
-        try:
-            return read_blobs(self.destination, self.run, ref)
-        except CorruptError:
-            # Only the size of an existing table was checked: copy it again.
-            for table in tables:
-                self._copy_blob(table, version)
-            return read_blobs(self.destination, self.run, ref)
-
-    def _copy_refs(self, refs: list[BlobRef], version: int | None = None) -> None:
-        """Copies the blobs that the destination lacks, each checked against its name."""
-
-        def copy(ref: BlobRef) -> None:
-            if self.destination.size(keys.blob(ref.hash)) != ref.bytes:
-                self._copy_blob(ref, version)
-
-        largest = max((ref.bytes for ref in refs), default=0)
-        far = self.destination if self.source.local else self.source
-        in_parallel(far, copy, refs, at_once=copies_at_once(largest))
-
-    def _copy_blob(self, ref: BlobRef, version: int | None) -> None:
-        data = get_blob(self.source, ref, version=version)
-        with self._counting:
-            self.crossed += len(data)
-        put_blob(self.destination, bytes(data))
-
-    def _move(self, manifest: Manifest) -> tuple[int, int]:
-        """Moves the mirror to the version and stores its anchor's blobs at the destination, encoded
-        here if the mirror arrived by the delta, otherwise copied. Returns the bytes encoded and
-        copied.
-        """
-        follows = manifest.delta is not None and manifest.base == self.mirror.version
-        if follows:
-            assert manifest.delta is not None
-            try:
-                self._apply_delta(manifest, manifest.delta)
-            except CorruptError:
-                # Only the size of existing blobs was checked: copy them again.
-                tables = table_blobs([manifest.delta])
-                for ref in [*tables, *self._blobs(manifest.delta, manifest.version)]:
-                    self._copy_blob(ref, manifest.version)
-                self._apply_delta(manifest, manifest.delta)
-        if manifest.anchor is None:
-            return 0, 0
-        if follows:
-            return self._make_anchor(manifest, manifest.anchor)
-        before = self.crossed
-        self._copy_refs(self._blobs(manifest.anchor, manifest.version), manifest.version)
-        fetch_anchor(
-            self.destination, self.run, manifest, manifest.anchor, self.mirror,
-            threads=self._threads,
-        )  # fmt: skip
-        return 0, self.crossed - before
-
     def _keep_blobs(self, manifest: Manifest) -> None:
-        """Copies or encodes blobs again that retention at the destination deleted before the
-        commit: the relay had found them there, but perhaps no object referred to them.
+        """Stores blobs again that retention at the destination deleted before the commit: the relay
+        had found them there, but perhaps no object referred to them.
         """
-        refs = table_blobs(manifest.payloads)
-        for payload in manifest.payloads:
-            refs += self._blobs(payload, manifest.version)
+        version = manifest.version
+        refs = self._copies.blobs_of(manifest.payloads, version)
         refs += [BlobRef(file.blob, file.bytes) for file in files_of(self.run, manifest)]
         if blobs_stay(self.destination, self.run, refs, unsigned=self._keyless):
             return
-        if manifest.anchor is not None and self.mirror.version == manifest.version:
-            self._make_anchor(manifest, manifest.anchor)
-        self._copy_refs(refs, manifest.version)
+        self._copies.copy_missing(refs, version)
         if not blobs_stay(self.destination, self.run, refs, unsigned=self._keyless):
             raise RetryError(
                 "blobs that were just stored are missing again",
                 run=self.destination.url,
-                version=manifest.version,
+                version=version,
             )
-
-    def _apply_delta(self, manifest: Manifest, payload: PayloadRef) -> None:
-        pieces, held = decode_delta(
-            self.destination, self.run, manifest, payload, self.mirror, threads=self._threads
-        )
-        self.mirror.move(pieces, manifest.version, Digest.from_hex(manifest.digest), held)
-
-    def _make_anchor(self, manifest: Manifest, stated: PayloadRef) -> tuple[int, int]:
-        made = copied = 0
-        self._blobs(stated, manifest.version)
-        anchor = read_payload(self.destination, self.run, manifest, stated)
-        pieces: dict[int, list[Piece]] = {}
-        for piece in anchor.pieces:
-            pieces.setdefault(piece.blob, []).append(piece)
-        for number, ref in enumerate(anchor.blobs):
-            if self.destination.size(keys.blob(ref.hash)) == ref.bytes:
-                continue
-            data = self._encode(pieces.get(number, []))
-            if data is not None and blake3(data).hexdigest() == ref.hash:
-                put_blob(self.destination, data)
-                made += len(data)
-            else:
-                self._copy_blob(ref, manifest.version)
-                copied += ref.bytes
-        return made, copied
-
-    def _encode(self, pieces: list[Piece]) -> bytes | None:
-        """Encodes an anchor's blob from the mirror. Returns None if these pieces do not form
-        one.
-        """
-        ordered = sorted(pieces, key=lambda piece: piece.offset)
-        count = threads_of(self._threads)
-        parts: list[bytes] = []
-        at = 0
-        with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
-            coded = in_order(pool, self._encode_piece, ordered, ahead=count)
-            for piece, part in zip(ordered, coded, strict=True):
-                if piece.offset != at or piece.length != len(part):
-                    return None
-                parts.append(part)
-                at += len(part)
-        return b"".join(parts)
-
-    def _encode_piece(self, piece: Piece) -> bytes:
-        spec = self.run.tensors[piece.tensor]
-        bits = self.mirror.find(spec.name, piece.start, piece.count)
-        assert bits is not None
-        return codec.encode_full(bits, spec.dtype, threads=1)
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
         """Creates the manifest unchanged; an existing one must be the same, or its tombstone."""
@@ -557,11 +492,6 @@ class Relay:
                 version=manifest.version,
                 key=key,
             )
-
-
-def copies_at_once(largest: float) -> int:
-    """Returns how many blobs of at most ``largest`` bytes a relay copies together."""
-    return max(1, min(REQUESTS, int(COPIED_BYTES / max(largest, 1.0))))
 
 
 def _same_place(left: str, right: str) -> bool:

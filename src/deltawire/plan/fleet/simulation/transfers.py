@@ -15,13 +15,13 @@ from typing import Any
 
 import simpy
 
-from deltawire.plan.fleet.planner import Relaying
+from deltawire.plan.fleet.planner import TABLE_READS, Relaying
 from deltawire.plan.fleet.simulation.shared_rate import SharedRate
 from deltawire.plan.fleet.transfer import Amounts, Fetching, Readers, Writer
 from deltawire.store import REQUESTS
-from deltawire.sync.chain.objects import RANGE_BYTES, RANGES
+from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES
 from deltawire.sync.chain.version_poller import JITTER
-from deltawire.sync.maintain.relay import copies_at_once
+from deltawire.sync.maintain.blob_copies import copies_at_once
 from deltawire.sync.publish.encoding import UPLOADS
 
 Process = Generator[simpy.Event, Any, None]
@@ -117,17 +117,14 @@ class ReadingSide:
         *,
         slowness: float = 1.0,
         whole: bool = False,
-        polls: bool = True,
     ) -> Process:
         """Polls, gets, decodes, stages and swaps a version as reader ``number``.
 
-        ``slowness`` multiplies its work. ``whole`` gets a whole model instead of the delta. Without
-        ``polls`` the reader knows of the version.
+        ``slowness`` multiplies its work. ``whole`` gets a whole model instead of the delta.
         """
         readers = self._readers
         host = number // readers.per_host
-        if polls:
-            yield self._env.timeout(self.poll_wait())
+        yield self._env.timeout(self.poll_wait())
         waves = 2 if amounts.inline else 3
         yield self.reads.use(waves)
         yield self._env.timeout(waves * readers.get_s)
@@ -171,7 +168,7 @@ class ReadingSide:
 
 
 class RelayingSide:
-    """A relay: it copies blobs, several at once, reads them back, moves its mirror, commits.
+    """A relay: it copies blobs, several at once, and commits.
 
     Example::
 
@@ -183,29 +180,29 @@ class RelayingSide:
         self._env = env
         self._relay = relay
         self._source = ReadingSide(env, relay.source, rng)
-        self._target = ReadingSide(env, relay.target, rng)
         self._link = SharedRate(env, relay.source.link_bytes_s)
 
     def relay(self, amounts: Amounts) -> Process:
         """Takes one version across."""
         relay = self._relay
         yield self._env.timeout(self._source.poll_wait())
-        yield self._env.timeout(relay.source.get_s * (2 if amounts.inline else 3))
+        yield self._env.timeout(relay.source.get_s)
+        if not amounts.inline:
+            yield self._env.timeout(relay.source.get_s + relay.put_s + TABLE_READS * relay.get_s)
         size = amounts.delta_bytes / amounts.blobs
         places = simpy.Resource(self._env, min(copies_at_once(size), amounts.blobs))
         yield simpy.AllOf(
             self._env,
             [self._env.process(self._copy(size, places)) for _ in range(amounts.blobs)],
         )
-        yield self._env.process(self._target.read(amounts, 0, polls=False))
-        yield self._env.timeout(relay.put_s * (1 if amounts.inline else 2))
+        yield self._env.timeout(relay.put_s)
 
     def _copy(self, size: float, places: simpy.Resource) -> Process:
         relay = self._relay
-        ranges = min(RANGES, math.ceil(size / RANGE_BYTES))
+        ranges = min(AT_ONCE, math.ceil(size / REQUEST_BYTES))
         with places.request() as turn:
             yield turn
-            yield self._env.timeout(relay.target.get_s + relay.source.get_s)
+            yield self._env.timeout(relay.source.get_s)
             connection_s = size / (ranges * relay.source.connection_bytes_s)
             yield simpy.AllOf(self._env, [self._link.use(size), self._env.timeout(connection_s)])
             yield self._env.timeout(relay.put_s + size / relay.put_bytes_s)
