@@ -247,6 +247,31 @@ class BudgetScore(msgspec.Struct, frozen=True, kw_only=True):
     families: dict[str, float] = {}
 
 
+class OffPolicyEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean outcome of a version, 0 … 1, estimated from ``answers`` that ``users`` users got
+    from other versions and that this one scored (`deltawire.live.release.off_policy`).
+
+    ``logged`` is the mean outcome of those answers; ``snips`` and ``doubly_robust`` estimate the
+    version's, each with its standard error. They are None if ``refused`` says why there is no
+    estimate. ``effective`` is the effective sample size, ``mean_ratio`` the mean of the ratios
+    before the clip (1 in expectation), and ``clipped`` the share of answers at the clip.
+    """
+
+    answers: int
+    users: int = 0
+    tokens: int = 0
+    effective: float = 0.0
+    mean_ratio: float = 0.0
+    clipped: float = 0.0
+    logged: float | None = None
+    snips: float | None = None
+    snips_error: float | None = None
+    doubly_robust: float | None = None
+    doubly_robust_error: float | None = None
+    refused: str = ""
+    seconds: float = 0.0
+
+
 class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     """Held-out accuracy of one version over ``problems`` problems: the share correct of
     ``samples`` answers each at the rollout's temperature, and of one greedy answer each; and the
@@ -265,6 +290,8 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     """The curve of accuracy over budgets, the smallest first; empty if it is not measured."""
     area: float | None = None
     """The area under that curve, as a share of the largest possible one."""
+    off_policy: OffPolicyEstimate | None = None
+    """The estimate from live users' answers; None in a run without them."""
 
 
 class SourceLoss(msgspec.Struct, frozen=True, kw_only=True):

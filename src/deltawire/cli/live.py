@@ -107,6 +107,21 @@ def run(arguments: argparse.Namespace) -> int:
     return exit_code(state)
 
 
+def _estimated(found: dict[str, Any], live: dict[str, float] | None) -> str:
+    """Returns an off-policy estimate next to what users showed, as one line."""
+    if found["snips"] is None:
+        return f"no estimate from logged answers: {found['refused']}"
+    words = (
+        f"estimate from {found['answers']} logged answers (effective: {found['effective']:.1f}): "
+        f"SNIPS {found['snips']:.3f} ± {found['snips_error']:.3f}, doubly robust "
+        f"{found['doubly_robust']:.3f} ± {found['doubly_robust_error']:.3f}, "
+        f"logged {found['logged']:.3f}"
+    )
+    if live is not None:
+        words += f"; measured: candidate {live['candidate']:.3f}, serving {live['serving']:.3f}"
+    return words
+
+
 def _show(state: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(state))  # noqa: T201
@@ -125,6 +140,8 @@ def _show(state: dict[str, Any], *, as_json: bool) -> None:
             f"  {name}: difference {one['difference']:+.4f}, evidence {one['log_evidence']:.2f} of "
             f"{one['log_threshold']:.2f}"
         )
+    if (estimate := state.get("estimate")) is not None:
+        print(f"  {_estimated(estimate, state.get('live'))}")  # noqa: T201
     if (gap := state.get("heldout_less_live")) is not None:
         print(  # noqa: T201
             f"  held-out accuracy less live metric: candidate {gap['candidate']:+.3f}, "

@@ -93,6 +93,14 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     its gain in the metric is smaller than that in held-out accuracy by more."""
     gate_wait_s: Positive = 86_400.0
     """A candidate that is not evaluated within this time is held."""
+    estimate_answers: Annotated[int, Meta(ge=0, le=100_000)] = 200
+    """The evaluator scores so many logged answers with each version that it measures, the newest
+    that have an outcome, to estimate the version's metric before users see it; 0 is never."""
+    estimate_clip: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
+    """The largest ratio of probabilities that an answer counts with in that estimate; 0: no
+    limit."""
+    estimate_least: Annotated[float, Meta(ge=2, le=1e6)] = 30.0
+    """No estimate below this effective sample size."""
     every_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """Time between two candidates, at least."""
     restore: bool = True

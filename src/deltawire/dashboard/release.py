@@ -11,6 +11,71 @@ from deltawire.runtime.decision_log import DecisionLog
 from deltawire.wire.decisions import RESTORES
 
 
+class CandidateFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the newest decision about a candidate rested on: its metric as estimated from logged
+    answers before users saw it, and as users showed it; null where there was none."""
+
+    version: int
+    number: int
+    verdict: str
+    reason: str
+    snips: float | None = None
+    snips_error: float | None = None
+    doubly_robust: float | None = None
+    doubly_robust_error: float | None = None
+    effective: float | None = None
+    live_candidate: float | None = None
+    live_serving: float | None = None
+
+    @property
+    def words(self) -> str:
+        """Returns the figures in one line."""
+        found = []
+        if self.snips is not None and self.doubly_robust is not None:
+            found.append(
+                f"estimated {self.snips:.3f} ± {self.snips_error or 0.0:.3f} (SNIPS), "
+                f"{self.doubly_robust:.3f} ± {self.doubly_robust_error or 0.0:.3f} (doubly robust)"
+            )
+        if self.live_candidate is not None:
+            found.append(
+                f"users showed {self.live_candidate:.3f}, "
+                f"serving version {self.live_serving or 0.0:.3f}"
+            )
+        return "; ".join([self.verdict, *found])
+
+
+def candidates_of(log: DecisionLog) -> list[CandidateFigures]:
+    """Returns the figures of each candidate of a log, the oldest first."""
+    found: dict[int, CandidateFigures] = {}
+    for before, one in zip([None, *log.decisions], log.decisions, strict=False):
+        candidate = one.candidate
+        if one.verdict == "promote" and before is not None and before.candidate == one.serving:
+            candidate = one.serving
+        if candidate is None or one.verdict == "gate":
+            continue
+        known = found.pop(candidate.version, None)
+        evidence = one.evidence
+        estimate = {
+            name: evidence.get(f"estimate_{name}", None if known is None else getattr(known, name))
+            for name in (
+                "snips", "snips_error", "doubly_robust", "doubly_robust_error", "effective",
+            )
+        }  # fmt: skip
+        live = {
+            name: evidence.get(name, None if known is None else getattr(known, name))
+            for name in ("live_candidate", "live_serving")
+        }
+        found[candidate.version] = CandidateFigures(
+            version=candidate.version,
+            number=one.number,
+            verdict=one.verdict,
+            reason=one.reason,
+            **estimate,
+            **live,
+        )
+    return list(found.values())
+
+
 class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The newest decision about which version serves, and how many there were by verdict.
 
@@ -33,6 +98,8 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     decisions: dict[str, int]
     void: int
     gap_alarm: bool = False
+    figures: CandidateFigures | None = None
+    """Those of the newest candidate."""
 
     @property
     def words(self) -> str:
@@ -44,7 +111,10 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
             found += f", candidate {self.candidate} at {self.share:.0%} of users"
         if self.waits_for:
             found += f", held for {'a person' if self.waits_for == 'person' else 'data'}"
-        return f"{found}; {self.verdict} by {self.by}: {self.reason}"
+        found += f"; {self.verdict} by {self.by}: {self.reason}"
+        if self.figures is not None and self.figures.words != self.figures.verdict:
+            found += f" (candidate {self.figures.version}: {self.figures.words})"
+        return found
 
 
 def release_of(log: DecisionLog) -> ReleaseStatus | None:
@@ -54,6 +124,7 @@ def release_of(log: DecisionLog) -> ReleaseStatus | None:
     if newest is None:
         return None
     restores = newest.evidence.get(RESTORES)
+    candidates = candidates_of(log)
     return ReleaseStatus(
         number=newest.number,
         verdict=newest.verdict,
@@ -69,4 +140,5 @@ def release_of(log: DecisionLog) -> ReleaseStatus | None:
         decisions=dict(Counter(one.verdict for one in log.decisions)),
         void=len(log.void),
         gap_alarm=newest.evidence.get(GAP_ALARM, 0.0) > 0,
+        figures=candidates[-1] if candidates else None,
     )

@@ -336,6 +336,7 @@ def _figures(summary: Summary, state: RunState) -> str:
         *_proof(summary),
         *_base(summary),
         *_restores(state),
+        *_candidates(summary),
         (BY_NAME["groups_dropped_total"].help, f"{summary.groups_dropped:,}"),
         *_policy_cost(summary.policy_cost),
     ]
@@ -435,6 +436,18 @@ def _proof(summary: Summary) -> list[tuple[str, str]]:
         ("· largest staleness of any token", f"{proof.staleness_max}{_mark(within)}"),
         ("· consumed twice", f"{proof.repeated}{_mark(not proof.repeated)}"),
         ("· lost", f"{proof.lost}{_mark(not proof.lost)}"),
+    ]
+
+
+CANDIDATES = 8
+"""The newest candidates that the report lists; report.json has all."""
+
+
+def _candidates(summary: Summary) -> list[tuple[str, str]]:
+    """Renders a row on each of the newest candidates for live users."""
+    return [
+        (f"Candidate version {one.version}, decision {one.number}", _safe(one.words, 300))
+        for one in summary.candidates[-CANDIDATES:]
     ]
 
 

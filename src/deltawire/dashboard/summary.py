@@ -12,6 +12,7 @@ import msgspec
 from deltawire.config.served import ServedPrecision
 from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.figures import value, whole
+from deltawire.dashboard.release import CandidateFigures
 from deltawire.dashboard.state import RunState
 from deltawire.events import BudgetScore, HeldoutScore, SourceLoss
 from deltawire.reward_monitor.watch import ProbeFigures
@@ -208,6 +209,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of `LAST_STEP`, by name."""
     allocation: AllocationTotals | None = None
     """Null with a fixed group size."""
+    candidates: list[CandidateFigures] = []
+    """The candidates for live users, as their newest decisions record them."""
 
 
 def summarize(
@@ -223,6 +226,7 @@ def summarize(
     seed: int,
     audit: Consumption | None = None,
     configuration: Mapping[str, str] | None = None,
+    candidates: Sequence[CandidateFigures] = (),
 ) -> Summary:
     """Computes every figure of the report; times in ``*_ms`` are medians, in milliseconds."""
     steps = state.steps_in_order
@@ -272,6 +276,7 @@ def summarize(
         heldout_area=(value("heldout_area_first", state), value("heldout_area", state)),
         heldout_loss=_heldout_losses(state),
         last_step={name: value(name, state) for name in LAST_STEP},
+        candidates=list(candidates),
     )
 
 

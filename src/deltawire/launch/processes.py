@@ -250,11 +250,12 @@ def _follow_trainer(location: str, options: ChildOptions) -> None:
 def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
     """Measures the held-out accuracy of a run's versions until it ends."""
     process = open_process(location, "evaluator", "evaluator", options)
+    from deltawire.live.release.candidate_estimate import CandidateEstimator
     from deltawire.rl.evaluate.evaluator import run_evaluator
 
     process.handle_signals()
     with process.registered():
-        run_evaluator(process)
+        run_evaluator(process, CandidateEstimator)
 
 
 def run_as_reference(location: str, *, options: ChildOptions) -> None:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from deltawire.config import RunConfig, run_config
 from deltawire.display import safe_line
 from deltawire.errors import InputError, RetryError
-from deltawire.events import Evaluated
+from deltawire.events import Evaluated, OffPolicyEstimate
 from deltawire.launch.role_keys import read_signer
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
 from deltawire.live.release.evidence import Evidence, planned_answers
@@ -23,6 +25,7 @@ from deltawire.live.release.next_decision import (
     decide_next,
     next_candidate,
 )
+from deltawire.live.release.off_policy import figures_of_estimate
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import known_trainer
@@ -101,12 +104,25 @@ class Releaser:
             restored=restored,
             scores=scores,
             evidence=self.evidence(now),
+            estimate=figures_of_estimate(self.estimate()),
             now=now,
         )
 
     def evidence(self, now: float) -> Evidence | None:
         """Returns what the canary that is under way has shown so far; None without one."""
         return self._outcomes.poll(self.log, now)
+
+    def estimate(self) -> OffPolicyEstimate | None:
+        """Returns the off-policy estimate of the undecided candidate; None without one."""
+        decision = self.log.newest
+        if decision is None or decision.candidate is None or decision.verdict not in UNDECIDED:
+            return None
+        version = decision.candidate.version
+        found = [one.off_policy for one in self._evaluated() if one.version == version]
+        return found[-1] if found else None
+
+    def _evaluated(self) -> list[Evaluated]:
+        return [e for e in events_of(self._bucket, "evaluator") if isinstance(e, Evaluated)]
 
     def served(self, version: int) -> ServedVersion:
         """Returns a committed version with its digest; raises `InputError` if there is none."""
@@ -148,10 +164,9 @@ class Releaser:
     def _scores(self) -> Scores:
         if not self.release.gate:
             return {}
-        found = [e for e in events_of(self._bucket, "evaluator") if isinstance(e, Evaluated)]
         scores: dict[int, Mapping[str, float]] = {
             e.version: {"accuracy": e.accuracy, **{n: s.accuracy for n, s in e.sets.items()}}
-            for e in found
+            for e in self._evaluated()
         }
         for version, earlier in self.log.restores().items():
             if earlier in scores:  # The weights are the same.
@@ -240,6 +255,8 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
         "share": newest.share,
         "waits_for": newest.waits_for,
     }
+    estimate = releaser.estimate()
+    state["estimate"] = None if estimate is None else msgspec.structs.asdict(estimate)
     evidence = releaser.evidence(now)
     if evidence is not None:
         state["outcomes"] = {

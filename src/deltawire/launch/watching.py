@@ -17,6 +17,7 @@ from rich.live import Live
 from deltawire.config import RunConfig, flatten
 from deltawire.config.served import served_precision
 from deltawire.dashboard.live import LiveView
+from deltawire.dashboard.release import CandidateFigures, candidates_of
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.summary import FrozenBase, Summary, WorkerVerdict, summarize
 from deltawire.display import redact, safe_line
@@ -25,6 +26,7 @@ from deltawire.events import Evaluated, Event, HeldoutScore, Life, Span
 from deltawire.reward_monitor.watch import ProbeFigures, figures_of, read_probes
 from deltawire.rl.evaluate.attestation import Attestation
 from deltawire.rl.evaluate.audit import audit_consumption
+from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_tail import EventFeed, EventTail, events_of
 from deltawire.runtime.lines import line_bucket
 from deltawire.store import Bucket
@@ -139,6 +141,16 @@ def _time_of(event: Event) -> float:
     return event.end if isinstance(event, Span) else event.at
 
 
+def _candidates(bucket: Bucket) -> list[CandidateFigures]:
+    """Returns the candidates for live users; none in a run without decisions."""
+    run = read_run(bucket)
+    if run is None:
+        return []
+    log = DecisionLog(bucket, run.id)
+    log.poll()
+    return candidates_of(log)
+
+
 def summary_of(
     config: RunConfig, bucket: Bucket, watcher: Watcher, verdicts: list[Attestation]
 ) -> Summary:
@@ -166,6 +178,7 @@ def summary_of(
         base=_frozen_base(bucket),
         seed=config.seed,
         audit=audit,
+        candidates=_candidates(bucket),
         configuration={
             **{key: str(value) for key, value in redact(flatten(config)).items()},
             "shape": str(config.shape.get("name", "")),

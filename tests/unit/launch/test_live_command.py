@@ -6,8 +6,10 @@ import pytest
 from live_gateway import published
 
 from deltawire.cli.main import main
+from deltawire.events import Evaluated, EventLog, OffPolicyEstimate
 from deltawire.launch.releasing import exit_code
 from deltawire.store import open_bucket
+from deltawire.wire import keys
 
 
 @pytest.fixture
@@ -69,3 +71,28 @@ def test_decisions_about_nothing_are_refused(bucket, capsys, arguments, named):
     action, *more = arguments
     assert main(["live", action, bucket, *more]) != 0
     assert named in capsys.readouterr().err
+
+
+def test_the_status_shows_the_estimate_next_to_what_users_showed(bucket, capsys):
+    store = open_bucket(bucket)
+    log = EventLog("evaluator", lambda n, data: store.put(keys.events("evaluator", n), data))
+    about = {"process": "evaluator", "at": 1.0, "problems": 1, "seconds": 1.0}
+    refused = OffPolicyEstimate(answers=3, refused="too few")
+    found = OffPolicyEstimate(
+        answers=90, users=40, effective=71.5, logged=0.4, snips=0.5, snips_error=0.04,
+        doubly_robust=0.52, doubly_robust_error=0.03,
+    )  # fmt: skip
+    log.record(Evaluated(version=0, accuracy=0.5, **about))
+    log.record(Evaluated(version=1, accuracy=0.6, off_policy=refused, **about))
+    log.record(Evaluated(version=2, accuracy=0.6, off_policy=found, **about))
+    log.flush()
+    assert live(capsys, "promote", bucket, "--version", "0")[0] == 0
+    code, state = live(capsys, "decide", bucket, "--once")
+    assert (code, state["state"], state["candidate"]["version"]) == (10, "canary", 2)
+    assert state["estimate"]["snips"] == 0.5
+    assert state["decisions"][-1]["evidence"]["estimate_doubly_robust"] == 0.52
+    assert main(["live", "status", bucket]) == 10
+    assert (
+        "SNIPS 0.500 ± 0.040, doubly robust 0.520 ± 0.030, logged 0.400; measured: candidate"
+        in (capsys.readouterr().out)
+    )

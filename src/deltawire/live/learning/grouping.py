@@ -246,11 +246,19 @@ class GroupMaker:
         if capture.truncated:
             return "sampled by other settings than the run's"
         return self._bounds.fault(
-            Group("live", "", "live", capture.temperature, capture.prompt_ids, [_one(capture)])
+            Group(
+                "live",
+                "",
+                "live",
+                capture.temperature,
+                capture.prompt_ids,
+                [trajectory_of(capture)],
+            )
         )
 
 
-def _one(capture: Capture, reward: float = 0.0, episode: int = 0) -> Trajectory:
+def trajectory_of(capture: Capture, reward: float = 0.0, episode: int = 0) -> Trajectory:
+    """Returns a usable answer as an episode of one turn."""
     tokens = capture.token_ids
     return Trajectory(
         tokens,
@@ -275,7 +283,7 @@ def group_of_answers(
     """Returns the group of these answers: one episode each, with its own prompt, whose reward is
     its advantage times its weight."""
     trajectories = [
-        _one(capture, one.advantage * one.weight, episode)
+        trajectory_of(capture, one.advantage * one.weight, episode)
         for episode, (one, capture) in enumerate(zip(answers, captures, strict=True))
     ]
     prompt = captures[0].prompt_ids

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
 from deltawire.live.release.evidence import CanaryTests, Evidence
@@ -32,14 +34,16 @@ Scores = Mapping[int, Mapping[str, float]]
 class Situation:
     """The facts that a decision follows from: the ``newest`` version and the one of
     `next_candidate`, with the digests of their manifests, held-out ``scores``, the ``evidence``
-    of the canary that is under way, the version in which the trainer ``restored`` the one that
-    serves since a rollback, and the time in seconds since 1970."""
+    of the canary that is under way, the off-policy ``estimate`` of the undecided candidate, the
+    version in which the trainer ``restored`` the one that serves since a rollback, and the time in
+    seconds since 1970."""
 
     newest: ServedVersion
     candidate: ServedVersion | None = None
     restored: ServedVersion | None = None
     scores: Scores = field(default_factory=dict)
     evidence: Evidence | None = None
+    estimate: Mapping[str, float] = field(default_factory=dict)
     now: float
 
 
@@ -66,7 +70,19 @@ def next_candidate(
 def decide_next(
     log: DecisionLog, release: ReleaseConfig, situation: Situation, *, by: str
 ) -> Decision | None:
-    """Returns the decision that follows from the situation; None if nothing changes."""
+    """Returns the decision that follows from the situation; None if nothing changes. It records the
+    estimate next to what users showed, and does not depend on it."""
+    decision = _next(log, release, situation, by=by)
+    before = log.newest
+    if decision is None or before is None or before.verdict not in UNDECIDED:
+        return decision
+    evidence = {**situation.estimate, **decision.evidence}
+    return msgspec.structs.replace(decision, evidence=evidence)
+
+
+def _next(
+    log: DecisionLog, release: ReleaseConfig, situation: Situation, *, by: str
+) -> Decision | None:
     make = _Maker(log, situation.now, by)
     before = log.newest
     if before is None:

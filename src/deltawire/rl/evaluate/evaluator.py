@@ -12,7 +12,7 @@ from deltawire.config import RunConfig
 from deltawire.envs import TaskSource, open_tasks
 from deltawire.envs.mixture import MixtureTasks
 from deltawire.errors import InputError
-from deltawire.events import Evaluated, HeldoutScore
+from deltawire.events import Evaluated, HeldoutScore, OffPolicyEstimate
 from deltawire.rl.evaluate.budget_curve import area_of, measure_budgets
 from deltawire.rl.rollout.episode import play_tasks
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
@@ -22,6 +22,16 @@ from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.wire.run import Run
+
+Estimator = Callable[[ServedPolicy, Callable[[str], None]], OffPolicyEstimate | None]
+"""Estimates a version's live metric; the second argument reports progress."""
+OpenEstimator = Callable[[Process, RunConfig], Estimator]
+
+
+def no_estimator(process: Process, config: RunConfig) -> Estimator:
+    """Opens an estimator that estimates nothing."""
+    del process, config
+    return lambda _served, _progress: None
 
 
 async def measure(
@@ -95,9 +105,10 @@ def evaluated_versions(process: Process) -> set[int]:
     return {event.version for event in events if isinstance(event, Evaluated)}
 
 
-def run_evaluator(process: Process) -> None:
+def run_evaluator(process: Process, estimator: OpenEstimator = no_estimator) -> None:
     """Runs an evaluator process, which follows every version and measures those that are due and
-    the last; of a run of several adapters, those of each line."""
+    the last; of a run of several adapters, those of each line. The ``estimator`` estimates their
+    live metric."""
     started = time.time()
     process.record_life("started")
     run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
@@ -109,7 +120,11 @@ def run_evaluator(process: Process) -> None:
                 waiting = {name: _open_line(process, name, stack) for name in names}
             else:
                 beat = process.heartbeat.progress
-                waiting = {"": _HeldoutFollower(process, run, config, stack, beat=beat)}
+                estimate = estimator(process, config)
+                follower = _HeldoutFollower(
+                    process, run, config, stack, beat=beat, estimate=estimate
+                )
+                waiting = {"": follower}
         process.events.span("start", started)
         while waiting and not process.stopping:
             process.heartbeat.progress("wait")
@@ -159,8 +174,10 @@ class _HeldoutFollower:
         stack: ExitStack,
         *,
         beat: Callable[[str], None],
+        estimate: Estimator = lambda _served, _progress: None,
     ) -> None:
         self._process, self._config, self._beat = process, config, beat
+        self._estimate = estimate
         self._done = evaluated_versions(process)
         self._served, steps = serve_policy(
             process,
@@ -191,6 +208,7 @@ class _HeldoutFollower:
             began = process.events.now()
             whole, named = asyncio.run(measure_all(served, config, self._sets, self._beat))
             curve = asyncio.run(measure_budgets(served, config, self._beat))
+            estimate = self._estimate(served, self._beat)
             ended = process.events.span("evaluate", began)
             process.events.record(
                 Evaluated(
@@ -206,6 +224,7 @@ class _HeldoutFollower:
                     sets=named,
                     budgets=curve,
                     area=area_of(curve),
+                    off_policy=estimate,
                 )
             )
             process.events.flush()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from deltawire.config.release import ReleaseConfig
+from deltawire.dashboard.release import candidates_of, release_of
 from deltawire.errors import InputError
 from deltawire.live.release.evidence import CanaryTests, planned_answers
 from deltawire.live.release.next_decision import (
@@ -232,3 +233,34 @@ def test_a_restored_version_serves_by_its_new_number():
     assert next_candidate(series, RELEASE, newest=7, scores=EVEN, now=1e9) is None
     with pytest.raises(InputError, match="no version with other weights served before"):
         decide_by_hand(series, "rollback", by="ann", now=0.0)
+
+
+def test_decisions_about_a_candidate_record_its_estimate_and_do_not_depend_on_it():
+    estimate = {"estimate_snips": 0.0, "estimate_doubly_robust": 0.0, "estimate_snips_error": 0.1}
+    series = series_of()
+    step(series, newest=OLD, estimate=estimate)
+    step(series, candidate=NEW, estimate=estimate)
+    assert not any(one.evidence for one in series.decisions), "nothing is estimated yet"
+    for share in (0.5, 0.25, 0.5):
+        step(series, outcomes=outcomes(1000, share=share, mine=0.9), estimate=estimate)
+        assert estimate.items() <= series.newest.evidence.items()
+    assert series.newest.evidence["live_candidate"] > 0.8
+    (found,) = candidates_of(series)
+    assert (found.version, found.verdict, found.number) == (5, "promote", series.newest.number)
+    assert (found.snips, found.live_candidate) == (0.0, series.newest.evidence["live_candidate"])
+    assert "estimated 0.000 ± 0.100 (SNIPS)" in found.words
+    assert "users showed 0.8" in found.words
+    status = release_of(series)
+    assert status.figures == found
+    assert "users showed" in status.words
+
+
+def test_figures_of_a_candidate_outlive_a_decision_by_hand():
+    series = series_of()
+    step(series, newest=OLD)
+    step(series, candidate=NEW)
+    step(series, estimate={"estimate_snips": 0.25, "estimate_doubly_robust": 0.25})
+    assert series.append(decide_by_hand(series, "rollback", by="ann", now=200.0))
+    (found,) = candidates_of(series)
+    assert (found.verdict, found.snips, found.live_candidate) == ("rollback", 0.25, None)
+    assert release_of(DecisionLog(open_bucket("memory://", create=True), RUN)) is None
