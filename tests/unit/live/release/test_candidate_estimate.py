@@ -1,16 +1,24 @@
 """The evaluator estimates a version from logged answers before users see it."""
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from granted_groups import start_with_groups
 from live_answers import answer, put_rows, report
 
 from deltawire.config import BuildConfig, parse_config
+from deltawire.events import Evaluated, OffPolicyEstimate
+from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.live.release.candidate_estimate import CandidateEstimator, RecentAnswers, log_ratios
+from deltawire.rl.evaluate.evaluator import run_evaluator
+from deltawire.rl.trainer.trainer import Trainer
+from deltawire.runtime.event_tail import events_of
+from deltawire.runtime.process import Process, open_run
 from deltawire.store import open_bucket
 from deltawire.train.build import build_model
 
@@ -165,3 +173,34 @@ def test_the_cost_is_bounded_by_the_newest_answers(model, bucket, monkeypatch):
     assert records.counts["answers"] == 3
     assert sorted(records.answers) == [f"{n:032x}" for n in (18, 19)]
     assert set(records.reports) <= set(records.answers)
+
+
+@pytest.mark.drills
+def test_an_evaluator_records_the_estimate_of_each_version_with_its_accuracy(tmp_path):
+    store = start_with_groups(
+        tmp_path, groups=1, train={"versions": 1, "groups_per_step": 1, "max_staleness": 100}
+    )
+    run, config = open_run(store)
+    with fetch_model_files(store, run) as folder:
+        policy = empty_model(Path(folder))
+    trainer = Process(store, "trainer", "trainer", supervised=False)
+    Trainer(trainer, run, config, policy).loop()
+    seen = []
+
+    def estimator(process, config):
+        assert isinstance(CandidateEstimator(process, config), CandidateEstimator)
+
+        def estimate(served, progress):
+            progress("estimate")
+            seen.append(served.live.version)
+            return OffPolicyEstimate(answers=10 + served.live.version)
+
+        return estimate
+
+    process = Process(store, "evaluator", "evaluator", supervised=False)
+    run_evaluator(process, estimator)
+    process.events.flush()
+    found = [e for e in events_of(store, "evaluator") if isinstance(e, Evaluated)]
+    assert seen == [one.version for one in found]
+    assert seen[-1] == 1
+    assert [one.off_policy.answers for one in found] == [10 + version for version in seen]
