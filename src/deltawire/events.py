@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from deltawire.errors import RetryError
+from deltawire.estimates import OffPolicyEstimate
 
 Role = Literal["supervisor", "trainer", "worker", "evaluator", "reference", "warm-start"]
 Activity = Literal["start", "wait", "sample", "train", "publish", "swap", "evaluate", "checkpoint"]
@@ -245,31 +246,6 @@ class BudgetScore(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_correct: float | None
     forced: float
     families: dict[str, float] = {}
-
-
-class OffPolicyEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean outcome of a version, 0 … 1, estimated from ``answers`` that ``users`` users got
-    from other versions and that this one scored (`deltawire.live.release.off_policy`).
-
-    ``logged`` is the mean outcome of those answers; ``snips`` and ``doubly_robust`` estimate the
-    version's, each with its standard error. They are None if ``refused`` says why there is no
-    estimate. ``effective`` is the effective sample size, ``mean_ratio`` the mean of the ratios
-    before the clip (1 in expectation), and ``clipped`` the share of answers at the clip.
-    """
-
-    answers: int
-    users: int = 0
-    tokens: int = 0
-    effective: float = 0.0
-    mean_ratio: float = 0.0
-    clipped: float = 0.0
-    logged: float | None = None
-    snips: float | None = None
-    snips_error: float | None = None
-    doubly_robust: float | None = None
-    doubly_robust_error: float | None = None
-    refused: str = ""
-    seconds: float = 0.0
 
 
 class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):

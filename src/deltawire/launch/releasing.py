@@ -14,7 +14,8 @@ import msgspec
 from deltawire.config import RunConfig, run_config
 from deltawire.display import safe_line
 from deltawire.errors import InputError, RetryError
-from deltawire.events import Evaluated, OffPolicyEstimate
+from deltawire.estimates import OffPolicyEstimate
+from deltawire.events import Evaluated
 from deltawire.launch.role_keys import read_signer
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
 from deltawire.live.release.evidence import Evidence, planned_answers

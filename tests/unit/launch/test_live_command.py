@@ -6,7 +6,8 @@ import pytest
 from live_gateway import published
 
 from deltawire.cli.main import main
-from deltawire.events import Evaluated, EventLog, OffPolicyEstimate
+from deltawire.estimates import OffPolicyEstimate
+from deltawire.events import Evaluated, EventLog
 from deltawire.launch.releasing import exit_code
 from deltawire.store import open_bucket
 from deltawire.wire import keys

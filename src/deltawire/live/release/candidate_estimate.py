@@ -26,7 +26,7 @@ from deltawire.chat.requests import RequestSettings
 from deltawire.config import RunConfig
 from deltawire.engines.base import EVERYTHING
 from deltawire.errors import DeltawireError
-from deltawire.events import OffPolicyEstimate
+from deltawire.estimates import OffPolicyEstimate
 from deltawire.live.learning.grouping import MaturedAnswer, trajectory_of
 from deltawire.live.learning.records import LiveRecords
 from deltawire.live.release.off_policy import (

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltawire.errors import InputError
-from deltawire.events import OffPolicyEstimate
+from deltawire.estimates import OffPolicyEstimate
 from deltawire.live.learning.advantages import BaselineCase, LearnedBaseline
 
 Array = NDArray[np.float64]

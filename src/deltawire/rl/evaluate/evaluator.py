@@ -12,7 +12,8 @@ from deltawire.config import RunConfig
 from deltawire.envs import TaskSource, open_tasks
 from deltawire.envs.mixture import MixtureTasks
 from deltawire.errors import InputError
-from deltawire.events import Evaluated, HeldoutScore, OffPolicyEstimate
+from deltawire.estimates import OffPolicyEstimate
+from deltawire.events import Evaluated, HeldoutScore
 from deltawire.rl.evaluate.budget_curve import area_of, measure_budgets
 from deltawire.rl.rollout.episode import play_tasks
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits

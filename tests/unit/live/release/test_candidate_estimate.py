@@ -12,7 +12,8 @@ from granted_groups import start_with_groups
 from live_answers import answer, put_rows, report
 
 from deltawire.config import BuildConfig, parse_config
-from deltawire.events import Evaluated, OffPolicyEstimate
+from deltawire.estimates import OffPolicyEstimate
+from deltawire.events import Evaluated
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.live.release.candidate_estimate import CandidateEstimator, RecentAnswers, log_ratios
 from deltawire.rl.evaluate.evaluator import run_evaluator
