@@ -1,8 +1,28 @@
-"""Estimates that events hold: a version's metric before live users see the version."""
+"""Scores and estimates of a version that events hold."""
 
 from __future__ import annotations
 
 import msgspec
+
+
+class BudgetScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Results on held-out problems with one ``budget`` of thinking tokens.
+
+    ``accuracy`` is the share correct of all answers, ``pass_at`` that of problems of which at least
+    one of k answers is correct, by k; ``majority`` that of problems whose most frequent answer is.
+    ``tokens`` is the mean number of tokens drawn for an answer, ``tokens_per_correct`` all tokens
+    by correct answers, ``forced`` the share of answers whose thinking was closed by force.
+    ``families`` is the accuracy by kind of task.
+    """
+
+    budget: int
+    accuracy: float
+    pass_at: dict[str, float]
+    majority: float
+    tokens: float
+    tokens_per_correct: float | None
+    forced: float
+    families: dict[str, float] = {}
 
 
 class OffPolicyEstimate(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from deltawire.errors import RetryError
-from deltawire.estimates import OffPolicyEstimate
+from deltawire.estimates import BudgetScore, OffPolicyEstimate
 
 Role = Literal["supervisor", "trainer", "worker", "evaluator", "reference", "warm-start"]
 Activity = Literal["start", "wait", "sample", "train", "publish", "swap", "evaluate", "checkpoint"]
@@ -226,26 +226,6 @@ class HeldoutScore(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     samples: int
     problems: int
-
-
-class BudgetScore(msgspec.Struct, frozen=True, kw_only=True):
-    """Results on held-out problems with one ``budget`` of thinking tokens.
-
-    ``accuracy`` is the share correct of all answers, ``pass_at`` that of problems of which at least
-    one of k answers is correct, by k; ``majority`` that of problems whose most frequent answer is.
-    ``tokens`` is the mean number of tokens drawn for an answer, ``tokens_per_correct`` all tokens
-    by correct answers, ``forced`` the share of answers whose thinking was closed by force.
-    ``families`` is the accuracy by kind of task.
-    """
-
-    budget: int
-    accuracy: float
-    pass_at: dict[str, float]
-    majority: float
-    tokens: float
-    tokens_per_correct: float | None
-    forced: float
-    families: dict[str, float] = {}
 
 
 class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):

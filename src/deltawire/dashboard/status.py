@@ -23,7 +23,14 @@ from deltawire.dashboard.release import ReleaseStatus, release_of
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.display import safe_line
 from deltawire.errors import CorruptError, InputError, ResyncError
-from deltawire.events import BudgetScore, Forecasted, HeldoutScore, Life, Role, SourceLoss
+from deltawire.estimates import BudgetScore
+from deltawire.events import (
+    Forecasted,
+    HeldoutScore,
+    Life,
+    Role,
+    SourceLoss,
+)
 from deltawire.reward_monitor.monitor import ProbeState
 from deltawire.reward_monitor.watch import describe_flag, excesses, flagged_in, read_probes
 from deltawire.runtime.decision_log import DecisionLog

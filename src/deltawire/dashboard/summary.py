@@ -14,7 +14,11 @@ from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.figures import value, whole
 from deltawire.dashboard.release import CandidateFigures
 from deltawire.dashboard.state import RunState
-from deltawire.events import BudgetScore, HeldoutScore, SourceLoss
+from deltawire.estimates import BudgetScore
+from deltawire.events import (
+    HeldoutScore,
+    SourceLoss,
+)
 from deltawire.reward_monitor.watch import ProbeFigures
 from deltawire.rl.control.drop_bias import PolicyCost, cost_of
 from deltawire.rl.evaluate.audit import Consumption

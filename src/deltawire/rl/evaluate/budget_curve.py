@@ -20,7 +20,7 @@ from deltawire.chat.thinking import limits_of
 from deltawire.config import RunConfig
 from deltawire.envs import Task, TaskSource
 from deltawire.errors import InputError
-from deltawire.events import BudgetScore
+from deltawire.estimates import BudgetScore
 from deltawire.rl.rollout.episode import play_tasks
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.rl.rollout.policy_server import ServedPolicy

@@ -13,7 +13,7 @@ from deltawire.chat.text import Text
 from deltawire.config import parse_config
 from deltawire.engines.transformers import TransformersEngine
 from deltawire.envs import open_tasks
-from deltawire.events import BudgetScore
+from deltawire.estimates import BudgetScore
 from deltawire.rl.evaluate.budget_curve import (
     AnsweredProblem,
     area_of,
