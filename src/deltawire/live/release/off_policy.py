@@ -29,8 +29,8 @@ from deltawire.live.learning.advantages import BaselineCase, LearnedBaseline
 
 Array = NDArray[np.float64]
 
-FOLDS = 5
-"""An answer's predicted outcome comes from the users of the other folds."""
+PARTS = 5
+"""An answer's predicted outcome comes from the users of the other parts."""
 NORMAL_95 = 1.959964
 _LARGEST_LOG = 60.0
 
@@ -102,13 +102,13 @@ def predicted_outcomes(
 ) -> Array:
     """Returns q̂(x), each request's predicted outcome by a ridge regression on the answers of other
     users: float64[N]. It knows the request only, so q̂(x, a) = q̂(x, π) = q̂(x)."""
-    fold_N = _clusters(users) % FOLDS
+    part_N = _clusters(users) % PARTS
     predicted_N = np.zeros(len(cases))
-    for fold in np.unique(fold_N).tolist():
+    for part in np.unique(part_N).tolist():
         model = LearnedBaseline()
-        for place in np.flatnonzero(fold_N != fold).tolist():
+        for place in np.flatnonzero(part_N != part).tolist():
             model.add(cases[place], float(outcomes_N[place]), 0)
-        for place in np.flatnonzero(fold_N == fold).tolist():
+        for place in np.flatnonzero(part_N == part).tolist():
             predicted_N[place] = model.value(cases[place])
     return predicted_N
 
