@@ -12,7 +12,7 @@ from deltawire.wire.decisions import RESTORES
 
 
 class CandidateFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the newest decision about a candidate rested on: its metric as estimated from logged
+    """The figures of the newest decision about a candidate: its metric as estimated from logged
     answers before users saw it, and as users showed it; null where there was none."""
 
     version: int

@@ -26,7 +26,7 @@ TRUTH = float(REQUESTS @ (CANDIDATE * MEANS).sum(1))
 
 
 class Case:
-    """What baselines know of a request."""
+    """The facts of a request that baselines know."""
 
     def __init__(self, task="", cohort="", turn=0, length=4):
         self.task, self.cohort, self.turn, self.length = task, cohort, turn, length
