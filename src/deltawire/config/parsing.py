@@ -221,8 +221,6 @@ def _quantized_fault(config: RunConfig) -> tuple[str, str] | None:
     train, loss = config.train, config.train.loss
     if train.adapter.kind != "none":
         return "cannot publish an adapter", 'set train.exporter = "bf16" or "merged"'
-    if max(train.ranks, train.replicate, train.tensor_parallel, train.expert_parallel) > 1:
-        return "publishes from one process", 'set train.ranks = 1, or train.exporter = "bf16"'
     if config.midtrain is None and loss.ratio_base == "old" and not loss.corrections:
         return (
             "makes samplers compute with quantized weights, which the loss does not correct for",

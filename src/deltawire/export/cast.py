@@ -6,6 +6,7 @@ their routers in float32. Packed weights stay the bytes that they are.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -35,16 +36,16 @@ def f32(model: Any) -> CastWeights:
 
 class CastWeights:
     """A `deltawire.export.source.WeightSource` whose parameters are published as ``dtype``, as
-    safetensors names it; tied parameters are published once.
+    safetensors names it; tied parameters are published once, and those of ``without`` are not.
 
     Raises `InputError` if the model saves anything that is neither a parameter nor a buffer, or a
     buffer with a dtype that the format lacks: readers would never get it.
     """
 
-    def __init__(self, model: torch.nn.Module, dtype: str) -> None:
+    def __init__(self, model: torch.nn.Module, dtype: str, *, without: Container[str] = ()) -> None:
         self.compute_dtype = TORCH_DTYPES[dtype]
         self._model = model
-        self._specs = _specs(model, dtype)
+        self._specs = [spec for spec in _specs(model, dtype) if spec.name not in without]
 
     def specs(self) -> list[TensorSpec]:
         """See `WeightSource.specs`."""

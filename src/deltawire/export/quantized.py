@@ -17,36 +17,36 @@ continues from a checkpoint, and version 0 has one too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from deltawire.errors import InputError
 from deltawire.export.cast import CastWeights, cast, restore_part
-from deltawire.placement.checkpoint_tensors import checkpoint_tensors
-from deltawire.placement.layout import TORCH_DTYPES, WIRE_DTYPES
+from deltawire.export.matrices import QuantizedMatrix, find_matrices, unquantized_layers
+from deltawire.export.matrix_rows import MatrixRows, SharedBlocks, published_matrix_rows
+from deltawire.export.shards import LocalShard, box_of, local_part, published_rows, rows_of_rank
+from deltawire.placement.layout import WIRE_DTYPES
 from deltawire.placement.live import module_tensors, publish_views
 from deltawire.quantization.dequantize import dequantize
-from deltawire.quantization.experts import STACKS, find_experts, stack_of
 from deltawire.quantization.formats import PackedFormat, open_format
 from deltawire.quantization.linear import PackedWeight
 from deltawire.quantization.packing import pack_layers
-from deltawire.quantization.sticky import quantize_sticky
+from deltawire.quantization.sticky import quantize_rows
 from deltawire.quantization.stored import (
     StoredLayout,
-    parts_of,
     quantization_config,
+    stored_names,
     stored_tensors,
 )
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import TensorSpec
-
-ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate", "score"})
-"""The last parts of the names of linear layers that engines do not quantize."""
 
 
 @dataclass(frozen=True)
@@ -80,21 +80,6 @@ SCHEMES: Final = {
 two. ``ct``: fp8 blocks are stored as compressed-tensors does, else as DeepSeek does."""
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    """A matrix that is quantized by itself: rows of a held tensor, or of one expert of a stack."""
-
-    name: str
-    source: str
-    index: int | None
-    rows: slice
-    shape: tuple[int, int]
-
-    def of(self, held: Tensor) -> Tensor:
-        """Returns the matrix as a view of the held tensor."""
-        return held[self.rows] if self.index is None else held[self.index, self.rows]
-
-
 class QuantizedWeights:
     """A `deltawire.export.source.WeightSource` of quantized layers, and bf16 for everything else.
 
@@ -114,11 +99,14 @@ class QuantizedWeights:
     def __init__(self, model: nn.Module, *, scheme: Scheme) -> None:
         self.compute_dtype = torch.bfloat16
         self._model, self._scheme, self._form = model, scheme, scheme.form
-        self._unquantized = CastWeights(model, "BF16")
-        self._matrices = {one.name: one for one in _matrices(model, scheme)}
-        self._sources = {one.source for one in self._matrices.values()}
+        self._matrices = {one.name: one for one in find_matrices(model, self._form)}
+        self._by_source: dict[str, list[QuantizedMatrix]] = {}
+        for one in self._matrices.values():
+            self._by_source.setdefault(one.source, []).append(one)
+        self._unquantized = CastWeights(model, "BF16", without=self._by_source)
+        self._shared = SharedBlocks(self._form, list(self._matrices.values()))
         self._scales: dict[str, Tensor] = {}
-        specs = [one for one in self._unquantized.specs() if one.name not in self._sources]
+        specs = list(self._unquantized.specs())
         for one in self._matrices.values():
             specs += [
                 TensorSpec(name, tuple(tensor.shape), WIRE_DTYPES[tensor.dtype])
@@ -126,7 +114,7 @@ class QuantizedWeights:
             ]
         self._specs = sorted(specs, key=lambda spec: spec.name)
         self.quantization_config = quantization_config(
-            self._form, scheme.layout, _unquantized_layers(model, self._matrices)
+            self._form, scheme.layout, unquantized_layers(model, self._matrices)
         )
 
     def specs(self) -> list[TensorSpec]:
@@ -136,19 +124,38 @@ class QuantizedWeights:
     def tensors(self) -> dict[str, Tensor]:
         """See `WeightSource.tensors`. Keeps the scales for the next call."""
         held = module_tensors(self._model)
-        found = {
-            spec.name: cast(held[spec.name], spec.dtype)
-            for spec in self._unquantized.specs()
-            if spec.name not in self._sources
-        }
+        found = self._unquantized.tensors()
         for one in self._matrices.values():
-            parts = self._quantized(one, held[one.source])
+            values = cast(one.of(local_part(held[one.source])), "BF16")
+            parts = self._quantized(MatrixRows(one, 0, values))
             found |= stored_tensors(self._form, self._scheme.layout, one.name, parts)
         return found
 
     def trained(self) -> dict[str, Tensor]:
         """See `WeightSource.trained`: all."""
         return self.tensors()
+
+    @torch.no_grad()
+    def shards(self, rank: int, *, trained: bool = False) -> dict[str, LocalShard]:
+        """See `WeightSource.shards`. Keeps the scales of the blocks that this rank's rows lie in
+        for the next call."""
+        found = self._unquantized.shards(rank, trained=trained)
+        rows = list(published_matrix_rows(self._by_source, module_tensors(self._model), rank))
+        peaks = self._shared.agree(rows)
+        for one in rows:
+            parts = self._quantized(one, peaks.get(one.matrix.name))
+            found |= self._stored_rows(one, parts)
+        return found
+
+    def wanted(self) -> dict[str, tuple[int, int] | None]:
+        """See `WeightSource.wanted`."""
+        found = self._unquantized.wanted()
+        held = module_tensors(self._model)
+        for one in self._matrices.values():
+            rows = _held_rows(one, held[one.source])
+            if rows is not None:
+                found |= dict.fromkeys(self._constants(one)) | self._wanted_parts(one, rows)
+        return found
 
     @torch.no_grad()
     def restore(self, mirror: Mirror) -> None:
@@ -159,16 +166,18 @@ class QuantizedWeights:
         are not finite.
         """
         held = module_tensors(self._model)
-        if strange := mirror.tensors.keys() ^ {spec.name for spec in self._specs}:
+        if strange := mirror.tensors.keys() - {spec.name for spec in self._specs}:
             raise InputError(f"model and run name different tensors: {sorted(strange)[:5]}")
         for spec in self._unquantized.specs():
-            if spec.name not in self._sources:
-                restore_part(held[spec.name], spec, mirror)
+            restore_part(held[spec.name], spec, mirror)
         for one in self._matrices.values():
-            parts = parts_of(self._form, self._scheme.layout, one.name, self._read(one, mirror))
-            self._form.check(parts, one.shape)
-            self._scales[one.name] = parts["scales"].clone()
-            one.of(held[one.source]).copy_(dequantize(self._form, parts))
+            rows = _held_rows(one, held[one.source])
+            if rows is not None:
+                parts = self._read(one, rows, mirror)
+                size = (len(parts["codes"]), one.shape[1])
+                self._form.check(parts, size)
+                _write(one, held[one.source], rows, dequantize(self._form, parts), self._form)
+        self.continue_from(mirror)
 
     @torch.no_grad()
     def write_served(self, model: nn.Module) -> None:
@@ -176,45 +185,78 @@ class QuantizedWeights:
         that samplers compute with."""
         held, copies = module_tensors(self._model), module_tensors(model)
         for one in self._matrices.values():
-            parts = self._quantized(one, held[one.source])
+            values = cast(one.of(local_part(held[one.source])), "BF16")
+            parts = self._quantized(MatrixRows(one, 0, values))
             one.of(copies[one.source]).copy_(dequantize(self._form, parts))
 
-    def continued(self) -> list[str]:
-        """See `WeightSource.continued`: the names of scales."""
-        names = []
-        for one in self._matrices.values():
-            empty = self._empty(one)
-            scales = parts_of(self._form, self._scheme.layout, one.name, empty)["scales"]
-            names += [name for name, tensor in empty.items() if tensor is scales]
-        return names
+    def continued(self) -> dict[str, tuple[int, int] | None]:
+        """See `WeightSource.continued`: the scales of the blocks that this rank's rows lie in."""
+        found = {}
+        for one, rows in self._own_rows():
+            name = stored_names(self._form, self._scheme.layout, one.name)["scales"]
+            found[name] = self._wanted_parts(one, rows)[name]
+        return found
 
     def continue_from(self, mirror: Mirror) -> None:
         """See `WeightSource.continue_from`: keeps a version's scales."""
+        for one, rows in self._own_rows():
+            self._scales[one.name] = self._read_part(one, "scales", rows, mirror)
+
+    def _own_rows(self) -> Iterator[tuple[QuantizedMatrix, tuple[int, int]]]:
+        """Yields the rows (first, end) of each matrix that this rank publishes."""
+        held = module_tensors(self._model)
+        rank = dist.get_rank() if dist.is_initialized() else 0
         for one in self._matrices.values():
-            empty = self._empty(one)
-            stored = {
-                name: self._read_tensor(name, tensor, mirror)
-                for name, tensor in empty.items()
-                if name in mirror.tensors
-            }
-            parts = parts_of(self._form, self._scheme.layout, one.name, empty | stored)
-            self._scales[one.name] = parts["scales"].clone()
+            rows = published_rows(held[one.source], rank)
+            if rows is None:
+                continue
+            if one.index is None:
+                yield one, rows
+            elif rows[0] <= one.index < rows[1]:
+                yield one, (0, one.shape[0])
 
     @torch.no_grad()
-    def _quantized(self, one: _Matrix, held: Tensor) -> dict[str, Tensor]:
+    def _quantized(self, rows: MatrixRows, peaks: Tensor | None = None) -> dict[str, Tensor]:
+        one = rows.matrix
         try:
-            parts = quantize_sticky(
+            parts = quantize_rows(
                 self._form,
-                cast(one.of(held), "BF16"),
+                rows.values,
+                rows.first,
                 self._scales.get(one.name),
                 power_of_two=self._scheme.power_of_two,
+                peaks=peaks,
             )
         except InputError as error:
             raise InputError(f"{one.name}: {error.message}", hint=error.hint) from error
         self._scales[one.name] = parts["scales"]
         return parts
 
-    def _empty(self, one: _Matrix) -> dict[str, Tensor]:
+    def _stored_rows(self, rows: MatrixRows, parts: dict[str, Tensor]) -> dict[str, LocalShard]:
+        """Returns what this rank publishes of a matrix: the codes of its rows, and the scales of
+        the blocks that begin with one of them."""
+        one, high = rows.matrix, self._form.block[0]
+        names = stored_names(self._form, self._scheme.layout, one.name)
+        block = -(-rows.first // high)
+        scales = parts["scales"][block - rows.first // high :]
+        stored = stored_tensors(
+            self._form, self._scheme.layout, one.name, parts | {"scales": scales}
+        )
+        codes = stored[names["codes"]]
+        found = {names["codes"]: LocalShard(codes.reshape(-1), rows.first * codes.shape[1])}
+        if len(scales):
+            found[names["scales"]] = LocalShard(scales.reshape(-1), block * scales.shape[1])
+        if not rows.first:
+            found |= {name: LocalShard(one, 0) for name, one in self._constants(one).items()}
+        return found
+
+    def _constants(self, one: QuantizedMatrix) -> dict[str, Tensor]:
+        """Returns the tensors of a matrix that state its shape."""
+        names = stored_names(self._form, self._scheme.layout, one.name).values()
+        empty = self._empty(one)
+        return {name: tensor for name, tensor in empty.items() if name not in names}
+
+    def _empty(self, one: QuantizedMatrix) -> dict[str, Tensor]:
         """Returns the tensors of a matrix without memory, except for its shape."""
         parts = {
             name: torch.empty(shape, dtype=dtype, device="meta")
@@ -222,19 +264,64 @@ class QuantizedWeights:
         }
         return stored_tensors(self._form, self._scheme.layout, one.name, parts)
 
-    def _read(self, one: _Matrix, mirror: Mirror) -> dict[str, Tensor]:
-        return {
-            name: self._read_tensor(name, tensor, mirror)
-            for name, tensor in self._empty(one).items()
-        }
+    def _wanted_parts(
+        self, one: QuantizedMatrix, rows: tuple[int, int]
+    ) -> dict[str, tuple[int, int] | None]:
+        """Returns the rows of each part, by its stored name, that whole blocks of ``rows`` have."""
+        names = stored_names(self._form, self._scheme.layout, one.name)
+        layout = self._form.layout(one.shape)
+        found: dict[str, tuple[int, int] | None] = {}
+        for part, name in names.items():
+            first, end = self._part_rows(part, rows)
+            found[name] = None if (first, end) == (0, layout[part][0][0]) else (first, end)
+        return found
 
-    @staticmethod
-    def _read_tensor(name: str, like: Tensor, mirror: Mirror) -> Tensor:
-        bits = mirror.find(name, 0, like.numel())
+    def _part_rows(self, part: str, rows: tuple[int, int]) -> tuple[int, int]:
+        high = self._form.block[0]
+        block = rows[0] // high
+        return (block, -(-rows[1] // high)) if part == "scales" else (block * high, rows[1])
+
+    def _read(
+        self, one: QuantizedMatrix, rows: tuple[int, int], mirror: Mirror
+    ) -> dict[str, Tensor]:
+        return {part: self._read_part(one, part, rows, mirror) for part in ("codes", "scales")}
+
+    def _read_part(
+        self, one: QuantizedMatrix, part: str, rows: tuple[int, int], mirror: Mirror
+    ) -> Tensor:
+        """Reads the codes or scales of ``rows``, from the first row of a block."""
+        name = stored_names(self._form, self._scheme.layout, one.name)[part]
+        like = self._empty(one)[name]
+        first, end = self._part_rows(part, rows)
+        bits = mirror.find(name, first * like.shape[1], (end - first) * like.shape[1])
         if bits is None or bits.itemsize != like.element_size():
-            raise InputError(f"the mirror lacks all of {name}", version=mirror.version)
-        dtype = TORCH_DTYPES[WIRE_DTYPES[like.dtype]]
-        return torch.from_numpy(bits.view(f"i{bits.itemsize}").copy()).view(dtype).view(like.shape)
+            raise InputError(
+                f"the mirror lacks rows {first} to {end} of {name}", version=mirror.version
+            )
+        tensor = torch.from_numpy(bits.view(f"i{bits.itemsize}").copy())
+        dtype = torch.uint8 if part == "codes" else like.dtype
+        return tensor.view(dtype).view(end - first, -1)
+
+
+def _held_rows(one: QuantizedMatrix, held: Tensor) -> tuple[int, int] | None:
+    """Returns the rows (first, end) of a matrix that this rank holds values of, None for none."""
+    first, end = rows_of_rank(held) or (0, len(held))
+    if one.index is None:
+        return (first, end) if first < end else None
+    return (0, one.shape[0]) if first <= one.index < end else None
+
+
+def _write(
+    one: QuantizedMatrix, held: Tensor, rows: tuple[int, int], values: Tensor, form: PackedFormat
+) -> None:
+    """Sets this rank's part of a matrix; ``values`` begin with the block that ``rows`` begin in."""
+    local = local_part(held)
+    if one.index is not None:
+        one.of(local, (rows_of_rank(held) or (0, 0))[0]).copy_(values)
+        return
+    shape, offset = box_of(held) if isinstance(held, DTensor) else (one.shape, (0, 0))
+    left = slice(offset[1], offset[1] + shape[1])
+    local.copy_(values[rows[0] % form.block[0] :, left])
 
 
 fp8_block = partial(QuantizedWeights, scheme=SCHEMES["fp8-block"])
@@ -255,7 +342,7 @@ def serve_quantized(model: nn.Module, exporter_name: str) -> nn.Module:
     scheme = SCHEMES.get(exporter_name)
     if scheme is None:
         return model
-    matrices = list(_matrices(model, scheme))
+    matrices = list(find_matrices(model, scheme.form))
     linear = [one.source.removesuffix(".weight") for one in matrices if one.index is None]
     pack_layers(model, scheme.form_name, linear)
     packed = {
@@ -281,96 +368,3 @@ def serve_quantized(model: nn.Module, exporter_name: str) -> nn.Module:
 
     publish_views(model, packed, views)
     return model
-
-
-def _matrices(model: nn.Module, scheme: Scheme) -> Iterator[_Matrix]:
-    """Yields the matrices that are quantized; raises `InputError` if one does not fit, or there is
-    none."""
-    form = scheme.form
-    if any(".lora_" in name for name, _ in model.named_parameters()):
-        raise InputError(
-            f"an adapter cannot be published as {form.name}",
-            hint='set train.exporter = "merged" and serve a packed base, or "bf16"',
-        )
-    found = [*_linear_matrices(model), *_expert_matrices(model, form)]
-    for one in found:
-        try:
-            form.layout(one.shape)
-        except InputError as error:
-            raise InputError(
-                f"{one.name} cannot be published as {form.name}: {error.message}",
-                hint='set train.exporter = "bf16" or "fp8-block", which hold any shape',
-            ) from error
-    if not found:
-        raise InputError(
-            f"the model has no linear layers or experts to publish as {form.name}",
-            hint='set train.exporter = "bf16"',
-        )
-    yield from found
-
-
-def _linear_matrices(model: Any) -> Iterator[_Matrix]:
-    embeddings = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or module is head or id(module.weight) in embeddings:
-            continue
-        if name.rpartition(".")[2] not in ROUTERS:
-            rows, columns = module.weight.shape
-            source = f"{name}.weight"
-            yield _Matrix(source, source, None, slice(0, rows), (rows, columns))
-
-
-def _expert_matrices(model: nn.Module, form: PackedFormat) -> Iterator[_Matrix]:
-    """Yields the matrices of fused experts under their names in checkpoints, which the library's
-    own conversion gives for the numbers of their rows."""
-    for name, module in find_experts(model).items():
-        for stack in STACKS:
-            held = stack_of(module, stack)
-            if not isinstance(held, nn.Parameter):
-                continue
-            source = f"{name}.{stack}"
-            if module.is_transposed:
-                raise InputError(
-                    f"{source} is stored with inputs as rows, which {form.name} checkpoints do not "
-                    "hold",
-                    hint='set train.exporter = "bf16"',
-                )
-            count, rows, columns = held.shape
-            numbers = torch.arange(count * rows).view(count, rows, 1)
-            for stored, which in checkpoint_tensors(model, {source: numbers}).items():
-                yield _expert_matrix(stored, source, which, (rows, columns), form)
-
-
-def _expert_matrix(
-    name: str, source: str, which: Tensor, size: tuple[int, int], form: PackedFormat
-) -> _Matrix:
-    rows, columns = size
-    first, height = int(which.flatten()[0]), which.numel()
-    whole = torch.equal(which, torch.arange(first, first + height).view(height, 1))
-    if which.ndim != 2 or not whole or not name.endswith(".weight"):
-        raise InputError(
-            f"{source} is stored as {name}, in no layout that {form.name} checkpoints have",
-            hint='set train.exporter = "bf16"',
-        )
-    start = first % rows
-    if start % form.block[0] or ((start + height) % form.block[0] and start + height != rows):
-        raise InputError(
-            f"{name} cannot be published as {form.name}: engines fuse it with others, and its "
-            f"{height} rows are not whole blocks of {form.block[0]}",
-            hint='set train.exporter = "bf16", or use a model whose expert size is a multiple',
-        )
-    return _Matrix(name, source, first // rows, slice(start, start + height), (height, columns))
-
-
-def _unquantized_layers(model: nn.Module, matrices: Mapping[str, _Matrix]) -> list[str]:
-    """Returns the names of layers with a matrix that is not quantized, such as heads and
-    routers."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "weight", None), Tensor)
-        and module.weight.ndim == 2
-        and not isinstance(module, nn.Embedding)
-        and f"{name}.weight" not in matrices
-    ]

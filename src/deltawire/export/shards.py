@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -136,14 +137,32 @@ def shard_of(
     return LocalShard(local, int(offset[0]) * width if len(offset) else 0)
 
 
+def published_rows(tensor: Tensor, rank: int) -> tuple[int, int] | None:
+    """Returns the rows (first, end) of a tensor that `shard_of` gives this rank, None for none."""
+    if not isinstance(tensor, DTensor):
+        return (0, len(tensor)) if rank == 0 else None
+    if tensor.device_mesh.get_coordinate() is None or not is_first_holder(tensor):
+        return None
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, _placements_by_rows(tensor)
+    )
+    return (int(offset[0]), int(offset[0]) + int(shape[0])) if shape[0] else None
+
+
 def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None else tensor.to(dtype)
 
 
 def _exchanged(tensor: DTensor, local: Tensor) -> DTensor:
     """Places a tensor, whose part here is ``local``, so that each rank holds some of its rows."""
-    by_rows = [one if isinstance(one, Replicate) else Shard(0) for one in tensor.placements]
-    return placed_like(tensor, local).redistribute(placements=by_rows)
+    return placed_like(tensor, local).redistribute(placements=_placements_by_rows(tensor))
+
+
+def _placements_by_rows(tensor: DTensor) -> Sequence[Placement]:
+    """Returns placements that leave each rank some rows of a tensor."""
+    if _by_rows(tensor):
+        return tensor.placements
+    return [one if isinstance(one, Replicate) else Shard(0) for one in tensor.placements]
 
 
 def _by_rows(tensor: DTensor) -> bool:

@@ -86,8 +86,9 @@ class WeightSource(Protocol):
     #
     # lossy: bool                    True: a trainer continues from checkpoints only.
     # quantization_config: dict      What config.json states of the published weights.
-    # def continued(self) -> list[str]:
-    #     Returns the names of published tensors that the next version depends on.
+    # def continued(self) -> Mapping[str, tuple[int, int] | None]:
+    #     Returns the rows of published tensors that this rank's part of the next version depends
+    #     on; None for all rows.
     # def continue_from(self, mirror: Mirror) -> None:
     #     Takes these from a mirror of the last published version, which may hold nothing else.
 

@@ -26,7 +26,11 @@ class Fp8Block(PackedFormat):
 
     def choose_scales(self, weight: Tensor) -> dict[str, Tensor]:
         """See `PackedFormat.choose_scales`."""
-        return {"scales": self.block_peaks(weight) / _LARGEST}
+        return {"scales": self.scales_of_peaks(self.block_peaks(weight))}
+
+    def scales_of_peaks(self, peaks: Tensor) -> Tensor:
+        """Returns the scales of blocks with these largest magnitudes."""
+        return peaks / _LARGEST
 
     def encode(self, ratio: Tensor) -> Tensor:
         """See `PackedFormat.encode`."""

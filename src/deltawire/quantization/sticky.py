@@ -10,7 +10,7 @@ version before, and a step that moves few weights far enough changes few codes::
 format     low    high   why
 =========  =====  =====  =========================================================================
 fp8-block  112    464    464 still rounds to 448, the largest code; 112 loses two bits of range
-int4-g32   6.5    7.5    the peak's code stays ±7
+int4-g32   6.51   7.5    the peak's code stays ±7, to which 6.5, a tie, does not round
 mxfp4      3      8      OCP's rule, which has 4 to 8, with a quarter of slack below
 =========  =====  =====  =========================================================================
 
@@ -28,8 +28,9 @@ from torch import Tensor
 
 from deltawire.errors import InputError
 from deltawire.quantization.formats import PackedFormat
+from deltawire.quantization.fp8 import Fp8Block
 
-RANGES: Final = {"fp8-block": (112.0, 464.0), "int4-g32": (6.5, 7.5), "mxfp4": (3.0, 8.0)}
+RANGES: Final = {"fp8-block": (112.0, 464.0), "int4-g32": (6.51, 7.5), "mxfp4": (3.0, 8.0)}
 """The range of peak / scale in which a scale is kept, by format: ``(low, high)``."""
 
 _LARGEST_E4M3_MANTISSA: Final = 0.875
@@ -42,11 +43,14 @@ def quantize_sticky(
     held: Tensor | None,
     *,
     power_of_two: bool = False,
+    peaks: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Packs a weight, [..., R, C] of any float dtype, and keeps those of the scales ``held`` that
     still fit; None chooses all.
 
-    ``held`` is the part ``scales`` of an earlier result. ``power_of_two`` is for ``fp8-block``.
+    ``held`` is the part ``scales`` of an earlier result. ``power_of_two`` is for ``fp8-block``, and
+    so are ``peaks``, float32[..., blocks down, blocks across]: those of blocks of which ``weight``
+    has only some rows.
     The same weight and scales always give the same bits, and quantizing again with the resulting
     scales changes nothing. Raises `InputError` if a value is not finite, or the columns do not fit.
     """
@@ -54,7 +58,7 @@ def quantize_sticky(
     if not bool(torch.isfinite(weight).all()):
         raise InputError(f"a weight that is not finite cannot be packed as {form.name}")
     form.layout(tuple(weight.shape))
-    peaks = form.block_peaks(weight)
+    peaks = form.block_peaks(weight) if peaks is None else peaks
     scales = _fresh_scales(form, weight, peaks, power_of_two=power_of_two)
     if held is not None:
         low, high = RANGES[form.name]
@@ -68,6 +72,39 @@ def quantize_sticky(
     return {"codes": form.pack_codes(codes), "scales": scales.contiguous()}
 
 
+def quantize_rows(
+    form: PackedFormat,
+    rows: Tensor,
+    first: int,
+    held: Tensor | None,
+    *,
+    power_of_two: bool = False,
+    peaks: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Packs some rows of a matrix, [N, C] from row ``first``, to the bits that `quantize_sticky`
+    gives them among all rows.
+
+    The codes are those of the rows; ``scales``, ``held`` and ``peaks`` are those of all blocks that
+    the rows lie in. Without ``peaks``, other rows of these blocks must not have larger weights.
+    """
+    parts = quantize_sticky(
+        form, _from_block(form, rows, first), held, power_of_two=power_of_two, peaks=peaks
+    )
+    return {**parts, "codes": parts["codes"][len(parts["codes"]) - len(rows) :]}
+
+
+def peaks_of_rows(form: PackedFormat, rows: Tensor, first: int) -> Tensor:
+    """Returns the peaks, among some rows of a matrix, [N, C] from row ``first``, of the blocks that
+    they lie in: float32[blocks down, blocks across]."""
+    return form.block_peaks(_from_block(form, rows, first).float())
+
+
+def _from_block(form: PackedFormat, rows: Tensor, first: int) -> Tensor:
+    """Adds rows of zeros above, so that the first row begins a block."""
+    above = first % form.block[0]
+    return torch.nn.functional.pad(rows, (0, 0, above, 0)) if above else rows
+
+
 def _fresh_scales(
     form: PackedFormat, weight: Tensor, peaks: Tensor, *, power_of_two: bool
 ) -> Tensor:
@@ -77,6 +114,8 @@ def _fresh_scales(
         mantissa, exponent = torch.frexp(peaks)
         exponent = torch.where(mantissa <= _LARGEST_E4M3_MANTISSA, exponent - 9, exponent - 8)
         fresh = torch.ldexp(torch.ones_like(peaks), exponent.clamp(min=-126))
+    elif isinstance(form, Fp8Block):
+        fresh = form.scales_of_peaks(peaks)
     else:
         fresh = form.choose_scales(weight)["scales"]
     # A scale of 0 would make its block unreadable: a tiny peak's may round to it.

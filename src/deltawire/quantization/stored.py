@@ -48,18 +48,25 @@ _ACTIVATIONS: Final[dict[str, Any]] = {
 }
 
 
+def stored_names(form: PackedFormat, layout: StoredLayout, name: str) -> dict[str, str]:
+    """Returns the names under which a weight's ``codes`` and ``scales`` are stored. ``name`` ends
+    in ``.weight``."""
+    if form.bits == 8:
+        suffix = "_scale_inv" if layout == "deepseek" else "_scale"
+        return {"codes": name, "scales": f"{name}{suffix}"}
+    return {"codes": f"{name}_packed", "scales": f"{name}_scale"}
+
+
 def stored_tensors(
     form: PackedFormat, layout: StoredLayout, name: str, parts: Parts
 ) -> dict[str, Tensor]:
     """Returns a weight's tensors under the names and dtypes of the layout, as views of ``parts``
     where these are contiguous. ``name`` ends in ``.weight``."""
     codes, scales = parts["codes"].contiguous(), parts["scales"]
-    if form.bits == 8:
-        suffix = "_scale_inv" if layout == "deepseek" else "_scale"
-        return {name: codes.view(_CODES[form.name]), f"{name}{suffix}": scales}
+    names = stored_names(form, layout, name)
     found = {
-        f"{name}_packed": codes.view(_CODES.get(form.name, torch.uint8)),
-        f"{name}_scale": scales,
+        names["codes"]: codes.view(_CODES.get(form.name, torch.uint8)),
+        names["scales"]: scales,
     }
     if form.name == "int4-g32":
         found[f"{name}_shape"] = torch.tensor([codes.shape[0], 2 * codes.shape[1]])
@@ -72,11 +79,8 @@ def parts_of(
     form: PackedFormat, layout: StoredLayout, name: str, stored: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Returns the parts that `stored_tensors` gave, for formats of codes and scales."""
-    if form.bits == 8:
-        codes, suffix = stored[name], "_scale_inv" if layout == "deepseek" else "_scale"
-    else:
-        codes, suffix = stored[f"{name}_packed"], "_scale"
-    return {"codes": codes.view(torch.uint8), "scales": stored[f"{name}{suffix}"]}
+    names = stored_names(form, layout, name)
+    return {"codes": stored[names["codes"]].view(torch.uint8), "scales": stored[names["scales"]]}
 
 
 def quantization_config(

@@ -19,6 +19,7 @@ from deltawire.sync import newest_version, read_run, require_run
 from deltawire.sync.chain.objects import another_model, check_signer
 from deltawire.train.checkpoint import checkpoint_versions, keep_checkpoint, save_checkpoint
 from deltawire.train.masters import MasterWeights
+from deltawire.train.parallel import device_of, whole_mesh
 from deltawire.wire.ledger import Ledger
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
@@ -71,7 +72,8 @@ def keep_start(bucket: Bucket, config: RunConfig, start: tuple[Any, WeightSource
     if checkpoint_versions(bucket):
         return
     keep_checkpoint(bucket, 0)
-    masters = MasterWeights(model, config.train, source=source)
+    # Rank 0 does this before the others have joined, on the whole model.
+    masters = MasterWeights(model, config.train, source=source, mesh=whole_mesh(device_of(model)))
     digest = masters.digest().hex()
     save_checkpoint(bucket, masters.state(), Ledger(), version=0, digest=digest, run=run.id)
 

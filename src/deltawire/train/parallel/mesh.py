@@ -105,6 +105,11 @@ class TrainerMesh:
         return broadcast(data)
 
 
+def whole_mesh(device: torch.device) -> TrainerMesh:
+    """Returns the mesh of a process that holds the whole model, whatever other ranks there are."""
+    return TrainerMesh(0, 1, device, None, None, 0, 1)
+
+
 def is_sharded(config: TrainConfig, ranks: int) -> bool:
     """Returns whether `open_mesh` gives this many ranks a mesh with axes."""
     return ranks > 1 or config.compute != "float32"
@@ -122,7 +127,7 @@ def open_mesh(config: TrainConfig, device: torch.device, *, sharded: bool = Fals
     if found := config.layout_contradiction(ranks):
         raise InputError(f"train: {found[0]}", hint=found[1])
     if not (is_sharded(config, ranks) or sharded):
-        return TrainerMesh(0, 1, device, None, None, 0, 1)
+        return whole_mesh(device)
     _join(ranks, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
