@@ -10,11 +10,18 @@ between a low plateau that is near and a high one that is far, so here every poi
 (C_mid, B, A) keeps a weight, with the best R0 for it, and each statement is a quantile over the
 weighted grid. The weight of a point with the residuals e over n measurements is::
 
-    (n s^2 + sum(e^2))^(-m / 2) · prior(B)
+    (n s^2 + sum(d^2))^(-n / 2) · prior(B),      d_t = e_t - r e_(t-1),  d_1 = sqrt(1 - r^2) e_1
 
-which is the likelihood of normal noise of unknown variance, of at least s^2, for m independent
-measurements: n, less what the correlation of neighboring residuals takes away. The prior of log B
-is normal around log 1.5 with a deviation of 0.6; those of A and log C_mid are flat on the grid.
+which is the likelihood of residuals that follow one another, e_t = r e_(t-1) + noise, with normal
+noise of unknown variance, of at least s^2: a run lies above or below its curve for some time, so
+its measurements are not independent (Cochrane and Orcutt 1949; the first one as in Prais and
+Winsten 1954). r is the correlation of the best curve's neighboring residuals. The prior of log B is
+normal around log 1.5 with a deviation of 0.6; those of A and log C_mid are flat on the grid.
+
+Runs often rise faster at first than the sigmoid that describes the rest; ScaleRL leaves out the
+first part. Here half of the weight belongs to a fit in which all measurements count alike, and
+half to one in which the d_t of the first fifth count a tenth: a run that has flattened since must
+still show where it rose.
 """
 
 from __future__ import annotations
@@ -36,6 +43,10 @@ _MIDPOINTS = np.geomspace(0.01, 30.0, 49)
 """As multiples of the compute of the last measurement."""
 _STEEPNESS = np.geomspace(0.4, 8.0, 21)
 _PLATEAUS = 81
+_EARLY = 0.2
+_EARLY_COUNTS = 0.1
+"""The share of the measurements that count less in one of the two fits, and how much."""
+_MOST_CORRELATED = 0.95
 _LEAST_NOISE = 5e-3
 """The least standard deviation of the noise, as a share of the range from floor to ceiling: less
 than the distance of two plateaus in the grid, so that exact measurements leave several.
@@ -56,6 +67,16 @@ class Interval:
     median: float
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class _Weighted:
+    """Points of the grid with their weights, which sum to 1: the number of the shape, R0 and A."""
+
+    shape: NDArray[np.intp]
+    start: Floats
+    plateau: Floats
+    weight: Floats
 
 
 class SigmoidFit:
@@ -85,41 +106,58 @@ class SigmoidFit:
         _check(at, seen, floor, ceiling)
         self.last = float(at[-1])
         """The compute of the last measurement."""
-        scale = ceiling - floor
-        plateaus_A = floor + scale * np.linspace(0, 1, _PLATEAUS)
-        middles_S, steepness_S = (
+        self._scale, self._floor = ceiling - floor, floor
+        self._least = max(noise, _LEAST_NOISE * self._scale) ** 2
+        self._middles_S, self._steepness_S = (
             grid.ravel() for grid in np.meshgrid(_MIDPOINTS, _STEEPNESS, indexing="ij")
         )
-        self._middles_S, self._steepness_S = middles_S, steepness_S
-        share_SN = self._share(at)
-        start_SA, squares_SA = _best_starts(share_SN, seen, plateaus_A, floor)
-        count = len(at)
-        least = count * max(noise, _LEAST_NOISE * scale) ** 2
-        log_SA = np.log(least + squares_SA)
-        shape, place = np.unravel_index(np.argmin(log_SA), log_SA.shape)
-        curve_N = (
-            start_SA[shape, place] * (1 - share_SN[shape]) + plateaus_A[place] * share_SN[shape]
-        )
-        log_SA *= -0.5 * _independent(seen - curve_N)
-        log_SA -= 0.5 * (np.log(steepness_S / 1.5) / 0.6)[:, None] ** 2
-        weight_SA = np.exp(log_SA - log_SA.max())
-        # Few points of the grid carry all the weight; the others are left out of every quantile.
-        kept = weight_SA > 1e-6
-        self._shape, plateau = np.nonzero(kept)
-        self._weight = weight_SA[kept] / weight_SA[kept].sum()
-        self._start, self._plateau = start_SA[kept], plateaus_A[plateau]
-        best = int(np.argmax(self._weight))
-        shape = self._shape[best]
-        residuals = seen - self._values(share_SN)[best]
+        counts_N = np.ones(len(at))
+        whole = self._fit(at, seen, counts_N)
+        counts_N[: int(_EARLY * len(at))] = _EARLY_COUNTS
+        fits = [whole, self._fit(at, seen, counts_N)]
+        self._shape = np.concatenate([fit.shape for fit in fits])
+        self._weight = np.concatenate([fit.weight for fit in fits]) / len(fits)
+        self._start = np.concatenate([fit.start for fit in fits])
+        self._plateau = np.concatenate([fit.plateau for fit in fits])
+        best = int(np.argmax(whole.weight))
+        shape = whole.shape[best]
+        residuals = seen - self._values(self._share(at))[best]
         self.residual = float(np.sqrt(np.mean(residuals**2)))
         """Root of the mean squared residual of the best curve."""
         self.best = {
             "start": float(self._start[best]),
             "plateau": float(self._plateau[best]),
-            "midpoint": float(middles_S[shape] * self.last),
-            "steepness": float(steepness_S[shape]),
+            "midpoint": float(self._middles_S[shape] * self.last),
+            "steepness": float(self._steepness_S[shape]),
         }
-        """The parameters with the largest weight: R0, A, C_mid (in units of compute) and B."""
+        """The parameters with the largest weight for all measurements: R0, A, C_mid (in units of
+        compute) and B."""
+
+    def _fit(self, at: Floats, seen: Floats, counts_N: Floats) -> _Weighted:
+        """Weighs the grid by measurements, each of which counts so much."""
+        plateaus_A = self._floor + self._scale * np.linspace(0, 1, _PLATEAUS)
+        share_SN, count, counted_N = self._share(at), len(at), counts_N**0.5
+
+        def squares(correlation: float) -> tuple[Floats, Floats]:
+            rest, share, values = (
+                _innovations(one, correlation) * counted_N for one in (1 - share_SN, share_SN, seen)
+            )
+            return _best_starts(rest, share, values, plateaus_A, self._floor)
+
+        start_SA, squares_SA = squares(0.0)
+        shape, place = np.unravel_index(np.argmin(squares_SA), squares_SA.shape)
+        start, share_N = start_SA[shape, place], share_SN[shape]
+        residual_N = seen - start * (1 - share_N) - plateaus_A[place] * share_N
+        start_SA, squares_SA = squares(_correlation(residual_N * counted_N))
+        log_SA = np.log(count * self._least + squares_SA)
+        log_SA *= -0.5 * count
+        log_SA -= 0.5 * (np.log(self._steepness_S / 1.5) / 0.6)[:, None] ** 2
+        weight_SA = np.exp(log_SA - log_SA.max())
+        # Few points of the grid carry all the weight; the others are left out of every quantile.
+        kept = weight_SA > 1e-6
+        shapes, places = np.nonzero(kept)
+        weight = weight_SA[kept] / weight_SA[kept].sum()
+        return _Weighted(shapes, start_SA[kept], plateaus_A[places], weight)
 
     def at(self, compute: float) -> Interval:
         """Returns the measure at a compute, as the curve without noise."""
@@ -158,21 +196,28 @@ class SigmoidFit:
         return Interval(median, low, high)
 
 
-def _independent(residual_N: Floats) -> float:
-    """The number of independent measurements that n residuals are worth: n (1 - r) / (1 + r), for
-    the correlation r of neighbors, and at least `MIN_POINTS`."""
-    count, squares = len(residual_N), float(residual_N @ residual_N)
+def _correlation(residual_N: Floats) -> float:
+    """The correlation of neighboring residuals, from 0 to `_MOST_CORRELATED`."""
+    squares = float(residual_N @ residual_N)
     if squares <= 0:
-        return float(count)
-    r = float(residual_N[1:] @ residual_N[:-1]) / squares
-    return max(count * (1 - r) / (1 + r), float(MIN_POINTS)) if r > 0 else float(count)
+        return 0.0
+    return min(max(0.0, float(residual_N[1:] @ residual_N[:-1]) / squares), _MOST_CORRELATED)
+
+
+def _innovations(values_XN: Floats, correlation: float) -> Floats:
+    """The part of each value along the last axis that the one before it does not foresee."""
+    found = values_XN.copy()
+    found[..., 1:] -= correlation * values_XN[..., :-1]
+    found[..., 0] *= (1 - correlation**2) ** 0.5
+    return found
 
 
 def _best_starts(
-    share_SN: Floats, seen_N: Floats, plateaus_A: Floats, floor: float
+    rest_SN: Floats, share_SN: Floats, seen_N: Floats, plateaus_A: Floats, floor: float
 ) -> tuple[Floats, Floats]:
-    """The best R0 in [floor, A] for each shape and plateau, and the sum of squared residuals."""
-    rest_SN = 1 - share_SN
+    """The best R0 in [floor, A] for each shape and plateau, and the sum of squared residuals.
+
+    A curve is R0 times the rest plus A times the share."""
     uu, us, ss = ((x * y).sum(1) for x, y in ((rest_SN,) * 2, (rest_SN, share_SN), (share_SN,) * 2))
     uy, sy, yy = rest_SN @ seen_N, share_SN @ seen_N, float(seen_N @ seen_N)
     with np.errstate(divide="ignore", invalid="ignore"):
