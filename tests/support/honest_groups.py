@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
@@ -17,8 +16,8 @@ from deltawire.export.source import open_source
 from deltawire.parity.routes import RouteShape, pack_routes, unpack_routes
 from deltawire.rl.control.challenges import nonce_of, stream_of
 from deltawire.rl.control.rollout_buffer import BufferedGroup
-from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of, with_budget
+from deltawire.rl.rollout.reuse import play_group
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.store import open_bucket
 from deltawire.sync import load_mirror
@@ -47,6 +46,7 @@ class HonestRun:
     folder: object
     raw: dict = field(default_factory=lambda: CONFIG)
     place: str = "memory://"
+    capacity: int = 96
 
     def __post_init__(self):
         self.config = parse_config(self.raw, source="test")
@@ -81,7 +81,12 @@ class HonestRun:
     def engine(self):
         """A sampler of the version that is followed."""
         return TransformersEngine(
-            self.model, stop_tokens=[256], slots=16, capacity=96, seed=3, version=self.version
+            self.model,
+            stop_tokens=[256],
+            slots=16,
+            capacity=self.capacity,
+            seed=3,
+            version=self.version,
         )
 
     def group(self, number=0, worker="w0", secret=SECRET, lease=0):
@@ -90,18 +95,22 @@ class HonestRun:
         engine, rollout = self.engine(), self.config.rollout
         nonce = nonce_of(secret, lease, number)
 
-        def play(episode):
-            limits = with_budget(
+        def limits(episode):
+            return with_budget(
                 EpisodeLimits.of(rollout), version=self.version,
                 group=f"{nonce}/{task.identity}", episode=episode,
             )  # fmt: skip
-            return run_episode(
-                engine, self.tasks.open(task), self.text,
-                temperature=rollout.temperature, limits=limits,
-            )  # fmt: skip
 
-        plays = [partial(play, episode) for episode in range(rollout.group_size)]
-        episodes = asyncio.run(play_all(engine, plays, concurrent=16))
+        async def played():
+            every = [limits(episode) for episode in range(rollout.group_size)]
+            playing = asyncio.ensure_future(
+                play_group(engine, lambda: self.tasks.open(task), self.text, rollout, every)
+            )
+            while not playing.done():
+                await engine.advance()
+            return playing.result()
+
+        episodes = asyncio.run(played())
         return group_of(worker, nonce, task, rollout.temperature, episodes)
 
     def judged(self, checker, group, number=0, secret=SECRET):

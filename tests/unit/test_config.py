@@ -255,6 +255,7 @@ OTHER = {
     ],
     "rollout.allocation.policy": "refill",
     "rollout.engine": "vllm",
+    "rollout.reuse.train": "every",
     "rollout.precision": "bfloat16",
     "task.messages": [{"role": "user", "content": "{question}"}],
     "task.reward": "my.rewards:reward",
@@ -286,6 +287,7 @@ TOGETHER = {
         "midtrain",
         "line",
         "rollout.allocation.bands",
+        "rollout.reuse.episodes",
         "rollout.thinking",
     ),
 }

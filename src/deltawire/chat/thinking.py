@@ -78,6 +78,14 @@ class BoundedCompletion(Completion):
         return [] if cut else self.tokens[self.thinking.answer_at :]
 
     @property
+    def thought_end(self) -> int:
+        """The number of drawn tokens up to the end of the thinking: before what was inserted, and
+        without a stop token that ended the turn there."""
+        if self.thinking.ended == "cut":
+            return len(self.tokens) - self.stopped
+        return min([self.thinking.answer_at, *(start for start, _ in self.forced)])
+
+    @property
     def mask(self) -> list[int]:
         """1 for each token that was drawn, 0 for each that was inserted."""
         mask = [1] * len(self.tokens)
@@ -355,11 +363,15 @@ def _insert(whole: BoundedCompletion, tokens: Sequence[int]) -> tuple[int, int]:
 
 
 def drawn_budget(config: ThinkingConfig, version: int, group: str, episode: int) -> int:
-    """The budget of an episode: the same for all of a ``group``, or drawn for each.
+    """The budget of an episode: the same for all of a ``group``, or drawn for each; or, per prefix,
+    those of each thought in order, the largest first.
 
     ``version`` is that of the weights when the group starts; the group's secret nonce makes the
     draw unpredictable, and the trainer can repeat it.
     """
+    if config.per == "prefix":
+        ordered = sorted(config.budgets, reverse=True)
+        return ordered[episode % config.answers_a_thought // config.answers]
     stage = config.stage_at(version)
     place = f"{group}/{episode if config.per == 'episode' else 0}"
     weights = stage.weights or [1.0] * len(stage.budgets)

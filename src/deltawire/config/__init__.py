@@ -39,6 +39,7 @@ from deltawire.config.resuming import (
     require_same,
     with_settings,
 )
+from deltawire.config.reuse import ReuseConfig
 from deltawire.config.sections import (
     BuildConfig,
     FaultsConfig,
@@ -101,6 +102,7 @@ __all__ = [
     "ProbesConfig",
     "ReferenceConfig",
     "RetainConfig",
+    "ReuseConfig",
     "RolloutConfig",
     "RunConfig",
     "ScheduleConfig",

@@ -119,7 +119,11 @@ class LossConfig(Section, frozen=True, kw_only=True):
         advantage = "leave_one_out"
     """
 
-    advantage: Literal["group_mean", "group_std", "leave_one_out", "given"] = "group_std"
+    advantage: Literal["group_mean", "group_std", "leave_one_out", "budget_relative", "given"] = (
+        "group_std"
+    )
+    budget_discount: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """``budget_relative``: how much less each smaller budget before counts in the baseline."""
     ratio_base: Literal["old", "rollout"] = "rollout"
     """The denominator of the ratio: the policy before the step, or the sampler."""
     surrogate: Annotated[str, Meta(max_length=256)] = "ppo"

@@ -92,6 +92,7 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         _stop_fault(config),
         _allocation_fault(config),
         _lengths_fault(config),
+        _sharing_fault(config),
     ):
         if found:
             raise InputError(f"{source}: {found[0]}", hint=found[1])
@@ -139,6 +140,27 @@ def _lengths_fault(config: RunConfig) -> tuple[str, str] | None:
         found = term.contradiction(largest, budgets=rollout.thinking is not None)
         if found:
             return f"train.loss.lengths[{number}]: {found[0]}", found[1]
+    return None
+
+
+def _sharing_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Why episodes cannot share a beginning, or thoughts cannot be compared at each budget, and
+    what to do; None if they can."""
+    rollout, thinking = config.rollout, config.rollout.thinking
+    turns, varies = turn_limit(rollout), rollout.allocation.policy in ("pilot", "knapsack")
+    if found := rollout.reuse.contradiction(rollout.group_size, turns):
+        return found
+    if thinking is not None and (
+        found := thinking.prefix_contradiction(rollout.group_size, turns=turns, varies=varies)
+    ):
+        return found
+    if config.train.loss.advantage == "budget_relative" and (
+        thinking is None or thinking.per != "prefix"
+    ):
+        reason = (
+            'train.loss.advantage = "budget_relative" compares answers after parts of a thought'
+        )
+        return reason, 'set rollout.thinking.per = "prefix"'
     return None
 
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-)
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -26,6 +22,7 @@ from deltawire.config.live import LiveConfig
 from deltawire.config.losses import LossConfig
 from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
 from deltawire.config.reference import ReferenceConfig
+from deltawire.config.reuse import ReuseConfig
 from deltawire.config.scaffold import Scaffold
 from deltawire.config.tasks import ChatConfig, EvaluateConfig, MidtrainConfig, TaskConfig
 from deltawire.config.thinking import ThinkingConfig
@@ -180,6 +177,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     thinking: ThinkingConfig | None = None
     """Bounds how long the model thinks before it answers; without it, only max_tokens does."""
     allocation: AllocationConfig = AllocationConfig()
+    reuse: ReuseConfig = ReuseConfig()
+    """Episodes of a group that share finished turns."""
 
     def contradiction(self) -> tuple[str, str] | None:
         """Finds settings that contradict each other: the reason and what to do, or None."""

@@ -63,8 +63,12 @@ class ThinkingConfig(Section, frozen=True, kw_only=True):
     """Tokens of thinking in a turn, both marks excluded: one number, or several that are drawn."""
     weights: list[Positive] = []
     """How often each of ``budgets`` is drawn; equally often if left out."""
-    per: Literal["group", "episode"] = "group"
-    """All episodes of a group have one budget, or each has one of its own."""
+    per: Literal["group", "episode", "prefix"] = "group"
+    """All episodes of a group have one budget, or each has one of its own; or one thinks with the
+    largest, and others answer after its first tokens, with each smaller budget. ``weights`` then
+    say how much the accuracy with each budget counts in the area."""
+    answers: Count = 1
+    """``per = "prefix"``: answers with each budget."""
     schedule: Annotated[list[ThinkingStage], Meta(max_length=1000)] = []
     """Other budgets from later versions on."""
     answer_tokens: Count = 256
@@ -91,6 +95,43 @@ class ThinkingConfig(Section, frozen=True, kw_only=True):
     def allowed(self) -> frozenset[int]:
         """Every budget that an episode may have."""
         return frozenset((*self.budgets, *(b for s in self.schedule for b in s.budgets)))
+
+    @property
+    def answers_a_thought(self) -> int:
+        """Episodes that share one thought: ``answers`` with each budget, 1 unless per prefix."""
+        return len(self.budgets) * self.answers if self.per == "prefix" else 1
+
+    def prefix_contradiction(
+        self, group_size: int, *, turns: int, varies: bool
+    ) -> tuple[str, str] | None:
+        """Finds settings that contradict ``per = "prefix"``: the reason and what to do, or None.
+
+        ``turns`` is the most turns of an episode; ``varies`` says that groups differ in size.
+        """
+        where = 'rollout.thinking.per = "prefix"'
+        if self.per != "prefix":
+            if self.answers == 1:
+                return None
+            return "rollout.thinking.answers has no effect", f"set {where}"
+        if len(set(self.budgets)) < len(self.budgets) or len(self.budgets) < 2:
+            return f"{where} needs two or more different budgets", "set rollout.thinking.budgets"
+        if self.schedule:
+            return f"{where} has one set of budgets", "leave out rollout.thinking.schedule"
+        if self.tell:
+            reason = f"{where}: prefixes of one thought cannot be told different budgets"
+            return reason, "leave out rollout.thinking.tell"
+        if turns > 1:
+            reason = f"{where} is for episodes of one turn, and this run has up to {turns}"
+            return reason, 'set rollout.max_turns = 1 and rollout.scaffold = "plain"'
+        if varies:
+            reason = f"{where} needs groups of one size"
+            return reason, 'set rollout.allocation.policy = "fixed" or "refill"'
+        answers = self.answers_a_thought
+        if group_size % answers or group_size < 2 * answers:
+            reason = f"{where}: {answers} episodes share a thought, rollout.group_size = "
+            hint = f"set rollout.group_size to {2 * answers} or another multiple of {answers}"
+            return f"{reason}{group_size} is not two or more thoughts", hint
+        return None
 
     def contradiction(self, max_tokens: int, context: int) -> tuple[str, str] | None:
         """Finds settings that contradict each other: the reason and what to do, or None."""

@@ -92,6 +92,8 @@ _STYLES = {"text": "", "thinking": "dim italic", "call": "magenta", "answer": "g
 def _shown_answer(answer: AnswerView) -> Text:
     text = Text(f"\n#{answer.index} · reward {answer.reward:g} · {legible(answer.finish)}", "bold")
     text.append(f" · {answer.drawn} tokens drawn of {answer.tokens}")
+    if answer.reused_from is not None:
+        text.append(f", the first {answer.reused} by #{answer.reused_from}")
     if answer.sampled is not None:
         text.append(f" · drawn by {answer.sampled[0]} to {answer.sampled[1]}")
     if answer.logprob is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -34,6 +35,13 @@ from deltawire.train.budget import Member, divide
 from deltawire.train.head import TokenTerms
 from deltawire.train.loss import ADVANTAGES, LossInputs, PolicyLoss, Totals, policy_loss
 from deltawire.train.loss.lengths import with_length_terms
+from deltawire.train.loss.shared_tokens import (
+    Spans,
+    TokenSpan,
+    budget_relative,
+    shared_spans,
+    with_reused_tokens,
+)
 from deltawire.train.masters import MasterWeights
 from deltawire.train.policy import TrainedPolicy
 from deltawire.train.reference import Reference
@@ -41,6 +49,7 @@ from deltawire.wire.rollouts import Group
 
 Advantages = Mapping[tuple[int, int], float]
 """The advantage of each (group, episode) of a step."""
+NO_SPANS: Mapping[tuple[int, int], Sequence[TokenSpan]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,8 @@ def prompts_of(groups: Sequence[Group], parts: Sequence[int]) -> list[int]:
 def advantages_of(
     groups: Sequence[Group], config: RunConfig, parts: Sequence[int] = ()
 ) -> Advantages:
-    """Returns the advantage of every episode, relative to all completions of its prompt.
+    """Returns the advantage of every episode, relative to all completions of its prompt
+    (`token_advantages` also has those of single tokens).
 
     Prompts may differ in size: each has a mean, and a spread, of its own completions. Let the size
     depend on rewards that are part of the group, as with a pilot, and rewards have two values. A
@@ -145,6 +155,14 @@ def advantages_of(
     E[k(n−k)/n], and never the direction of what it adds. With more than two values it may, by terms
     that the pilot's share of the group bounds (``docs/ALLOCATION.md``).
     """
+    return token_advantages(groups, config, parts)[0]
+
+
+def token_advantages(
+    groups: Sequence[Group], config: RunConfig, parts: Sequence[int] = ()
+) -> tuple[Advantages, Spans]:
+    """Returns the advantage of every episode, and those of tokens that differ from it: tokens that
+    episodes share, and thoughts with ``advantage = "budget_relative"``."""
     prompts = prompts_of(groups, parts)
     rewards = {
         (number, episode): trajectory.reward
@@ -152,11 +170,14 @@ def advantages_of(
         for _, episode, trajectory in group.trained()
     }
     rewards = with_length_terms(rewards, groups, config, prompts)
+    if config.train.loss.advantage == "budget_relative":
+        return budget_relative(rewards, groups, config)
     values = ADVANTAGES[config.train.loss.advantage](
         torch.tensor(list(rewards.values()), dtype=torch.float32),
         torch.tensor([prompts[number] for number, _ in rewards]),
     )
-    return dict(zip(rewards, values.tolist(), strict=True))
+    advantages = dict(zip(rewards, values.tolist(), strict=True))
+    return advantages, shared_spans(groups, advantages)
 
 
 def batch_loss(
@@ -170,26 +191,42 @@ def batch_loss(
     old_NC: Tensor | None = None,
     reference_NC: Tensor | None = None,
     entropy_NC: Tensor | None = None,
+    spans: Mapping[tuple[int, int], Sequence[TokenSpan]] = NO_SPANS,
 ) -> PolicyLoss:
     """One micro-batch's part of the loss; ``keep_N`` is 0 for trajectories that do not count."""
     advantages_E = torch.tensor(
         [advantages[key] for key in batch.episodes_E], device=logprobs_NC.device
     )
+    advantages_N = advantages_E[batch.episodes_N]
     if config.train.loss.mask_overlong:
         kept_N = 1 - batch.overlong_N
         keep_N = kept_N if keep_N is None else keep_N * kept_N
     inputs = LossInputs(
         logprobs_NC,
         batch.sampler_logprobs_NC,
-        advantages_E[batch.episodes_N],
+        advantages_N,
         batch.loss_mask_NC,
         batch.episodes_N,
         old_NC=old_NC,
         reference_NC=reference_NC,
         entropy_NC=entropy_NC,
         keep_N=keep_N,
+        advantages_NC=_spread(batch, advantages_N, spans),
     )
     return policy_loss(config.train.loss, inputs, totals)
+
+
+def _spread(
+    batch: TokenBatch, advantages_N: Tensor, spans: Mapping[tuple[int, int], Sequence[TokenSpan]]
+) -> Tensor | None:
+    """The advantage of each token, float[N, C]; None if no token's differs from its episode's."""
+    if not any(member in spans for member in batch.members_N):
+        return None
+    spread_NC = advantages_N[:, None].repeat(1, batch.tokens_NC.shape[1])
+    for row, member in enumerate(batch.members_N):
+        for start, end, advantage in spans.get(member, ()):
+            spread_NC[row, start:end] = advantage
+    return spread_NC
 
 
 @dataclass
@@ -220,6 +257,7 @@ class _TrainingStep:
         meter: ParityMeter,
         minibatches: list[_Minibatch],
         advantages: Advantages,
+        spans: Spans,
     ) -> None:
         self.masters = masters
         self.config = config
@@ -228,6 +266,7 @@ class _TrainingStep:
         self.meter = meter
         self.minibatches = minibatches
         self.advantages = advantages
+        self.spans = spans
         self.replay: RouteReplay | None = replay_of(masters.model, config.parity)
         self.parity: BatchParity | None = None
         self.parts: list[tuple[PolicyLoss, Totals]] = []
@@ -246,6 +285,7 @@ class _TrainingStep:
         parts: Sequence[int],
     ) -> _TrainingStep:
         """Divides the groups into minibatches and micro-batches."""
+        groups = with_reused_tokens(groups, config)
         policy = TrainedPolicy.of(masters.model, config.train)
         mesh = masters.mesh
         if config.train.quantized:
@@ -281,7 +321,7 @@ class _TrainingStep:
             reference,
             ParityMeter(judged_parity(config), version),
             minibatches,
-            advantages_of(groups, config, parts),
+            *token_advantages(groups, config, parts),
         )
 
     def compute_old(self) -> None:
@@ -356,6 +396,7 @@ class _TrainingStep:
             old_NC=old_NC,
             reference_NC=reference_NC,
             entropy_NC=terms.entropies,
+            spans=self.spans,
         )
         part.loss.backward()  # type: ignore[no-untyped-call]
         self.parts.append((part, minibatch.totals))

@@ -43,6 +43,9 @@ class AnswerView(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     tokens: int
     drawn: int
+    reused: int
+    """The first tokens, which answer number ``reused_from`` drew."""
+    reused_from: int | None
     prompt_tokens: int
     logprob: float | None
     sampled: tuple[int, int] | None
@@ -85,7 +88,8 @@ class TokenView(msgspec.Struct, frozen=True, kw_only=True):
     ``logprobs`` (nats) and ``versions`` are None where ``drawn`` is 0: the environment or a forced
     continuation wrote that token. ``reference`` has the log-probabilities of the reference model,
     None where they were not computed. ``forced`` is 1 where thinking was closed by force; a token
-    that is neither drawn nor forced is the environment's.
+    that is neither drawn nor forced is the environment's. Tokens that another answer drew count as
+    drawn; the answer's ``reused`` says how many those are.
     """
 
     first: int
@@ -146,7 +150,10 @@ class GroupReader:
         answers = []
         for index in range(first, min(len(group.trajectories), first + MAX_ANSWERS)):
             trajectory = group.trajectories[index]
-            messages, left_out = self._messages(group, trajectory)
+            messages, left_out = self._messages(group, group.whole(index))
+            reuse = trajectory.reuse
+            if reuse is not None and reuse.source == index:
+                reuse = None  # Its own thought, which others reuse.
             drawn_T = trajectory.mask_T == 1
             count = int(drawn_T.sum())
             versions = trajectory.versions_T[drawn_T]
@@ -160,6 +167,8 @@ class GroupReader:
                     turns=trajectory.turns,
                     tokens=len(trajectory.tokens_T),
                     drawn=count,
+                    reused=0 if reuse is None else reuse.count,
+                    reused_from=None if reuse is None else reuse.source,
                     prompt_tokens=len(group.prompt_of(trajectory)),
                     logprob=float(trajectory.logprobs_T[drawn_T].mean()) if count else None,
                     sampled=(int(versions.min()), int(versions.max())) if count else None,
@@ -185,7 +194,8 @@ class GroupReader:
     def tokens(self, worker: str, sequence: int, answer: int, *, first: int) -> TokenView:
         """Returns at most `MAX_TOKENS` tokens of an answer, from ``first`` on."""
         group = self._read(worker, sequence)
-        trajectory = _answer(group, answer)
+        _answer(group, answer)
+        trajectory = group.whole(answer)
         last = first + MAX_TOKENS
         ids = trajectory.tokens_T[first:last].tolist()
         drawn = trajectory.mask_T[first:last].tolist()

@@ -10,7 +10,7 @@ with one episode number: each has the prompt that the model actually read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import msgspec
@@ -49,6 +49,11 @@ class _Thinking(msgspec.Struct, frozen=True, array_like=True):
     forced: bytes = b""
 
 
+class _Reuse(msgspec.Struct, frozen=True, array_like=True):
+    source: Annotated[int, Meta(ge=0, lt=4096)]
+    count: Annotated[int, Meta(ge=1, lt=1 << 31)]
+
+
 class _Sequence(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     logprobs: bytes
@@ -63,6 +68,7 @@ class _Sequence(msgspec.Struct, frozen=True, array_like=True):
     probes: Annotated[dict[_Name, float], Meta(max_length=MAX_PROBES)] = {}
     routes: bytes = b""
     thinking: _Thinking | None = None
+    reuse: _Reuse | None = None
 
 
 class _Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +94,18 @@ class Thinking:
 
 
 @dataclass(frozen=True)
+class Reuse:
+    """The first ``count`` tokens of a trajectory, drawn once and shared with others.
+
+    ``source`` is the index in the group of the trajectory that drew them. If that is the
+    trajectory itself, the tokens are its thinking, which others may share.
+    """
+
+    source: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One completion of a group, after the group's shared prompt or a separate one.
 
@@ -99,7 +117,8 @@ class Trajectory:
     states why an episode failed through no fault of the model; such an episode is counted but not
     trained on. ``probes`` are checks that do not enter the reward; ``routes`` are the sampler's
     packed expert choices (`deltawire.parity`), empty if none were recorded. ``thinking`` is None
-    without a budget.
+    without a budget. ``reuse`` names the trajectory that drew the first tokens, if that is another;
+    their ``mask`` is then 0 here and the other arrays are its.
     """
 
     tokens_T: NDArray[np.int32]
@@ -115,6 +134,7 @@ class Trajectory:
     probes: Mapping[str, float] = field(default_factory=dict)
     routes: bytes = b""
     thinking: Thinking | None = None
+    reuse: Reuse | None = None
 
     @property
     def turn_mask(self) -> NDArray[np.uint8]:
@@ -146,6 +166,15 @@ class Group:
     def prompt_of(self, trajectory: Trajectory) -> NDArray[np.int32]:
         """Returns the prompt of one of its trajectories."""
         return self.prompt if trajectory.prompt is None else trajectory.prompt
+
+    def whole(self, place: int) -> Trajectory:
+        """Returns the trajectory at ``place`` as if it had drawn its reused tokens itself."""
+        t = self.trajectories[place]
+        if t.reuse is None or t.reuse.source == place:
+            return t
+        count, mask_T = t.reuse.count, t.mask_T.copy()
+        mask_T[:count] = self.trajectories[t.reuse.source].mask_T[:count]
+        return replace(t, mask_T=mask_T, reuse=None)
 
     @property
     def episodes(self) -> list[int]:
@@ -233,6 +262,7 @@ def encode_group(group: Group) -> bytes:
                     {name: float(value) for name, value in t.probes.items()},
                     t.routes,
                     _packed_thinking(t.thinking),
+                    None if t.reuse is None else _Reuse(t.reuse.source, t.reuse.count),
                 )
                 for t in group.trajectories
             ],
@@ -277,16 +307,51 @@ def decode_group(data: bytes, *, run: str, key: str) -> Group:
                 sequence.probes,
                 sequence.routes,
                 _read_thinking(sequence.thinking),
+                _read_reuse(sequence.reuse),
             )
         )
     rewards: dict[int, float] = {}
     for t in trajectories:
         if t.episode >= 0 and rewards.setdefault(t.episode, t.reward) != t.reward:
             fault = fault or f"the segments state different rewards for episode {t.episode}"
+    prompt = np.frombuffer(raw.prompt, "<i4")
+    group = Group(
+        raw.worker, raw.nonce, raw.task, raw.temperature, prompt, trajectories, raw.family
+    )
+    fault = fault or next(
+        filter(None, (_reuse_fault(group, i) for i in range(len(trajectories)))), ""
+    )
     if fault:
         raise CorruptError(f"group: {fault}", run=run, key=key)
-    prompt = np.frombuffer(raw.prompt, "<i4")
-    return Group(raw.worker, raw.nonce, raw.task, raw.temperature, prompt, trajectories, raw.family)
+    return group
+
+
+def _reuse_fault(group: Group, place: int) -> str:
+    t = group.trajectories[place]
+    if t.reuse is None:
+        return ""
+    source, count = t.reuse.source, t.reuse.count
+    if source == place:
+        return "" if count <= len(t.tokens_T) else "a shared thought longer than its trajectory"
+    if source > place or count >= len(t.tokens_T):
+        return "reused tokens of a later trajectory, or with none after them"
+    other = group.trajectories[source]
+    if other.cause or (other.reuse is not None and other.reuse.source != source):
+        return "tokens reused from an episode that failed, or that did not draw them"
+    if any(one.episode >= 0 and _is_later(group, n) for n, one in ((place, t), (source, other))):
+        return "reused tokens in a later segment of an episode"
+    if not np.array_equal(group.prompt_of(t), group.prompt_of(other)) or t.mask_T[:count].any():
+        return "reused tokens after another prompt, or with mask 1"
+    for name in ("tokens_T", "logprobs_T", "versions_T"):
+        if not np.array_equal(getattr(t, name)[:count], getattr(other, name)[:count]):
+            return "reused tokens that are not those of their source"
+    return ""
+
+
+def _is_later(group: Group, place: int) -> bool:
+    """Returns whether a trajectory is not the first segment of its episode."""
+    episode = group.trajectories[place].episode
+    return any(one.episode == episode for one in group.trajectories[:place])
 
 
 def _sequence_fault(sequence: _Sequence) -> str:
@@ -309,11 +374,12 @@ def _sequence_fault(sequence: _Sequence) -> str:
     if len(sequence.prompt) % 4 or (np.frombuffer(sequence.prompt, "<i4") < 0).any():
         return "a prompt that is not tokens"
     if sequence.thinking is not None:
-        return _thinking_fault(sequence.thinking, mask, sequence.turns)
+        reused = 0 if sequence.reuse is None else sequence.reuse.count
+        return _thinking_fault(sequence.thinking, mask, sequence.turns, reused)
     return ""
 
 
-def _thinking_fault(thinking: _Thinking, mask: NDArray[np.uint8], turns: int) -> str:
+def _thinking_fault(thinking: _Thinking, mask: NDArray[np.uint8], turns: int, reused: int) -> str:
     if len(thinking.forced) % 8:
         return "ranges of inserted tokens that are not pairs"
     end = 0
@@ -323,7 +389,7 @@ def _thinking_fault(thinking: _Thinking, mask: NDArray[np.uint8], turns: int) ->
         end = stop
     if len(thinking.turns) > turns:
         return "the thinking of more turns than there are"
-    if sum(turn.thought for turn in thinking.turns) > int((mask == 1).sum()):
+    if sum(turn.thought for turn in thinking.turns) > reused + int((mask == 1).sum()):
         return "more tokens of thinking than were drawn"
     return ""
 
@@ -334,6 +400,10 @@ def _packed_thinking(thinking: Thinking | None) -> _Thinking | None:
     turns = [_ThinkingTurn(thought, ended) for thought, ended in thinking.turns]  # type: ignore[arg-type]
     forced = np.array(thinking.forced, "<i4").reshape(-1, 2).tobytes()
     return _Thinking(thinking.budget, turns, forced)
+
+
+def _read_reuse(raw: _Reuse | None) -> Reuse | None:
+    return None if raw is None else Reuse(raw.source, raw.count)
 
 
 def _read_thinking(raw: _Thinking | None) -> Thinking | None:

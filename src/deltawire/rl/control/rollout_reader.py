@@ -8,6 +8,7 @@ import blake3
 import numpy as np
 
 from deltawire.config import RunConfig
+from deltawire.config.reuse import sharing_of
 from deltawire.config.scaffold import turn_limit
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
@@ -47,6 +48,7 @@ class Bounds:
     turns: int = 1 << 31
     routes: int = 1 << 31
     budgets: frozenset[int] = frozenset()
+    sharing: int = 1
 
     @classmethod
     def of(cls, config: RunConfig, vocabulary: int) -> Bounds:
@@ -64,6 +66,7 @@ class Bounds:
             turn_limit(rollout) * (2 if sums else 1),
             0 if config.parity.routes == "off" else rollout.context * MAX_ROUTE_BYTES,
             frozenset() if rollout.thinking is None else rollout.thinking.allowed,
+            sharing_of(rollout),
         )
 
     def fault(self, group: Group) -> str:
@@ -76,7 +79,12 @@ class Bounds:
         turns = dict.fromkeys(group.episodes, 0)
         if len(drawn) > self.episodes:
             return f"more than {self.episodes} episodes"
-        for episode, t in zip(group.episodes, group.trajectories, strict=True):
+        numbers = group.episodes
+        for episode, t in zip(numbers, group.trajectories, strict=True):
+            if t.reuse is not None and (
+                self.sharing == 1 or numbers[t.reuse.source] != episode - episode % self.sharing
+            ):
+                return "tokens of an episode that does not share its beginning"
             drawn[episode] += int(t.mask_T.sum())
             turns[episode] += t.turns
             if fault := self._fault_of(t, len(group.prompt_of(t))):

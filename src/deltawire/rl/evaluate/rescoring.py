@@ -240,8 +240,8 @@ class GroupChecker:
         if not self._rewards:
             return "", "", True
         episodes: dict[int, list[Trajectory]] = {}
-        for _, episode, t in group.trained():
-            episodes.setdefault(episode, []).append(t)
+        for place, episode, _ in group.trained():
+            episodes.setdefault(episode, []).append(group.whole(place))
         for episode, segments in episodes.items():
             if wrong := self._thinking_fault(segments):
                 return "budget", f"episode {episode}: {wrong}", True
@@ -307,7 +307,10 @@ class GroupChecker:
             return float("nan"), ""
         if episode.cause:
             return float("nan"), episode.cause
-        same = _same_tokens(episode.trajectories, segments)
+        thought = segments[0].reuse
+        same = _same_tokens(episode.trajectories, segments) and (
+            thought is None or thought.count == episode.thought_end
+        )
         return episode.trajectory.reward if same else float("nan"), ""
 
     def _limits_of(self, segments: Sequence[Trajectory]) -> EpisodeLimits:

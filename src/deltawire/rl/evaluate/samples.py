@@ -126,14 +126,15 @@ def _sample(
     version: int, sequence: int, index: int, group: Group, trajectory: Trajectory, decode: Decode
 ) -> Sample:
     drawn_T = trajectory.mask_T == 1
+    written_T = group.whole(index).mask_T == 1  # By the model, here or in an episode before.
     versions = trajectory.versions_T[drawn_T]
     count = int(drawn_T.sum())
     parts: list[SamplePart] = []
     start = 0
     for end in range(1, len(drawn_T) + 1):
-        if end == len(drawn_T) or drawn_T[end] != drawn_T[start]:
+        if end == len(drawn_T) or written_T[end] != written_T[start]:
             tokens: list[Any] = trajectory.tokens_T[start:end].tolist()
-            parts.append(SamplePart(drawn=bool(drawn_T[start]), text=decode(tokens)))
+            parts.append(SamplePart(drawn=bool(written_T[start]), text=decode(tokens)))
             start = end
     return Sample(
         version=version,

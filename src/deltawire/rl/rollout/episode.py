@@ -155,6 +155,8 @@ class _EpisodeSegment:
     turns: int = 0
     forced: list[tuple[int, int]] = field(default_factory=list)
     thoughts: list[tuple[int, str]] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)
+    thought_end: int = 0
 
     @property
     def length(self) -> int:
@@ -170,9 +172,12 @@ class _EpisodeSegment:
             self.mask += completion.mask
             self.forced += [(start + first, start + end) for first, end in completion.forced]
             self.thoughts.append((completion.thinking.thought, completion.thinking.ended))
+            if not self.turns:
+                self.thought_end = completion.thought_end
         else:
             self.mask += [1] * len(completion.tokens)
         self.tokens += completion.tokens
+        self.turn_ends.append(len(self.tokens))
         self.logprobs += completion.logprobs
         self.versions += completion.versions
         self.turns += 1
@@ -263,6 +268,8 @@ class _EpisodeRun:
             [self._trajectory(segment, reward, cause) for segment in segments],
             self._solved and not cause,
             cause,
+            tuple(self._segments[0].turn_ends) if self._segments else (),
+            self._segments[0].thought_end if self._segments else 0,
         )
 
     def _trajectory(self, segment: _EpisodeSegment, reward: float, cause: str) -> Trajectory:

@@ -16,7 +16,7 @@ from deltawire.config import OnFull, RolloutConfig, ThinkingConfig
 from deltawire.config.scaffold import NO_SCAFFOLD, turn_limit
 from deltawire.engines.base import EVERYTHING, Truncation
 from deltawire.envs.base import Task
-from deltawire.wire.rollouts import MAX_NAME, MAX_PROBES, MAX_TASK, Group, Trajectory
+from deltawire.wire.rollouts import MAX_NAME, MAX_PROBES, MAX_TASK, Group, Reuse, Trajectory
 
 MAX_CAUSE = 400
 
@@ -105,6 +105,13 @@ class Episode:
     trajectories: list[Trajectory]
     solved: bool
     cause: str = ""
+    turn_ends: tuple[int, ...] = ()
+    """The number of tokens of the first segment up to the end of each of its turns."""
+    thought_end: int = 0
+    """The tokens of the first turn up to the end of its thinking, without inserted ones."""
+    reuse: tuple[int, int] | None = None
+    """The episode of the group that drew the first tokens, and their number; itself if others may
+    have begun with its thinking."""
 
     @property
     def trajectory(self) -> Trajectory:
@@ -180,14 +187,24 @@ def group_of(
 ) -> Group:
     """Makes the group of a task's episodes, including failed ones."""
     prompt = next((e.prompt for e in episodes if e.prompt), [0])
-    trajectories = []
+    trajectories: list[Trajectory] = []
+    places: list[int] = []
     for number, episode in enumerate(episodes):
         several = len(episode.trajectories) > 1
-        for trajectory in episode.trajectories:
+        places.append(len(trajectories))
+        for segment, trajectory in enumerate(episode.trajectories):
             own = trajectory.prompt
             if own is None and episode.prompt and episode.prompt != prompt:
                 own = np.array(episode.prompt, np.int32)
-            trajectories.append(replace(trajectory, prompt=own, episode=number if several else -1))
+            reuse = episode.reuse if segment == 0 else None
+            trajectories.append(
+                replace(
+                    trajectory,
+                    prompt=own,
+                    episode=number if several else -1,
+                    reuse=None if reuse is None else Reuse(places[reuse[0]], reuse[1]),
+                )
+            )
     return Group(
         worker,
         nonce,

@@ -27,7 +27,6 @@ from deltawire.engines.transformers import IDLE_S
 from deltawire.errors import RetryError
 from deltawire.rl.control.challenges import nonce_of, stream_of
 from deltawire.rl.control.draws import RUN_STREAM
-from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of, with_budget
 from deltawire.rl.rollout.failure_budget import FailureBudget
 from deltawire.rl.rollout.hardening import protect_credentials
@@ -36,6 +35,7 @@ from deltawire.rl.rollout.policy_server import (
     serve_policy,
     swap,
 )
+from deltawire.rl.rollout.reuse import play_group
 from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.rl.rollout.uploader import Uploader
 from deltawire.runtime.fleet import known_trainer
@@ -229,17 +229,12 @@ class Worker:
         nonce = nonce_of(secret, lease, number) if secret else nonce
         task = self.served.tasks.draw(stream, place)
         version, group = self.served.live.version, f"{nonce}/{task.identity}"
-        episodes = await asyncio.gather(
-            *(
-                run_episode(
-                    self.served.engine,
-                    self.served.tasks.open(task),
-                    self.served.text,
-                    temperature=rollout.temperature,
-                    limits=with_budget(limits, version=version, group=group, episode=episode),
-                )
-                for episode in range(size)
-            )
+        episodes = await play_group(
+            self.served.engine,
+            lambda: self.served.tasks.open(task),
+            self.served.text,
+            rollout,
+            [with_budget(limits, version=version, group=group, episode=n) for n in range(size)],
         )
         self._failures.add(task, episodes)
         self.uploader.submit(group_of(name, nonce, task, rollout.temperature, episodes))

@@ -26,6 +26,7 @@ class LossInputs:
     where that is the policy being differentiated, as in the only update of a batch.
     ``reference_NC`` are those of the reference, None without a KL penalty. ``entropy_NC`` is the
     entropy of the policy at each token, in nats, with a gradient if there is a bonus for it.
+    ``advantages_NC`` are those of single tokens, None if all of a row have ``advantages_N``.
     ``mask_NC`` is 1 where the model drew the token. ``sequences_N`` numbers each row's sequence
     from 0. ``keep_N`` is 0 for rows that something else rejected; they stay in the denominators.
 
@@ -45,11 +46,12 @@ class LossInputs:
     entropy_NC: Tensor | None = None
     keep_N: Tensor | None = None
     ratio_base: Literal["old", "rollout"] = "rollout"
+    advantages_NC: Tensor | None = None
 
     @property
     def advantages(self) -> Tensor:
-        """The advantages as a column: float[N, 1]."""
-        return self.advantages_N[:, None]
+        """The advantages as a column, float[N, 1], or those of each token, float[N, C]."""
+        return self.advantages_N[:, None] if self.advantages_NC is None else self.advantages_NC
 
     @property
     def before(self) -> Tensor:

@@ -105,10 +105,10 @@ def lengths_of(episodes: dict[tuple[int, int], float], groups: Sequence[Group]) 
     """Counts the tokens of the episodes that are trained on."""
     rows = {key: np.zeros(3) for key in episodes}
     for number, group in enumerate(groups):
-        for _, episode, t in group.trained():
+        for place, episode, t in group.trained():
             thinking = t.thinking
             rows[number, episode] += (
-                float(t.mask_T.sum()),
+                float(group.whole(place).mask_T.sum()),
                 0.0 if thinking is None else float(sum(count for count, _ in thinking.turns)),
                 0.0 if thinking is None else float(thinking.budget * len(thinking.turns)),
             )

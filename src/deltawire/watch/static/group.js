@@ -54,7 +54,7 @@ export function groupView(context) {
   }
 
   function answer(one, found) {
-    const parts = [`${number(one.drawn)} drawn of ${number(one.tokens)} tokens`, one.turns > 1 ? `${one.turns} turns` : null, one.sampled ? `version ${one.sampled[0] === one.sampled[1] ? one.sampled[0] : `${one.sampled[0]} to ${one.sampled[1]}`}` : null, one.logprob === null ? null : `mean log-probability ${one.logprob.toFixed(3)}`, one.finish].filter(Boolean);
+    const parts = [`${number(one.drawn)} drawn of ${number(one.tokens)} tokens`, one.reused ? `the first ${number(one.reused)} drawn by #${one.reused_from}` : null, one.turns > 1 ? `${one.turns} turns` : null, one.sampled ? `version ${one.sampled[0] === one.sampled[1] ? one.sampled[0] : `${one.sampled[0]} to ${one.sampled[1]}`}` : null, one.logprob === null ? null : `mean log-probability ${one.logprob.toFixed(3)}`, one.finish].filter(Boolean);
     const probes = Object.entries(one.probes);
     const conversation = h("div", { class: "conversation" }, one.messages.map((message, place) => messageBox(message, place < one.messages.length - 1)));
     return h("article", { class: "answer", "aria-label": `Answer ${one.index}` },

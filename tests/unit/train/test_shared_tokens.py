@@ -1,0 +1,199 @@
+"""Tokens that episodes share are trained on once, with the mean advantage, unless told otherwise;
+a thought that is cut has the advantages of its parts, and each answer has its own."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from deltawire.config import BuildConfig, parse_config
+from deltawire.train.batch import collate
+from deltawire.train.build import build_model
+from deltawire.train.loss.anytime import thought_advantages
+from deltawire.train.loss.shared_tokens import TokenSpan, with_reused_tokens
+from deltawire.train.masters import MasterWeights
+from deltawire.train.step import batch_loss, token_advantages, totals_of, train_step
+from deltawire.wire.rollouts import Group, Reuse, Thinking, Trajectory
+
+PROMPT = np.array([65, 66], np.int32)
+
+
+def trajectory(text, reward):
+    """A trajectory of which every token was drawn."""
+    count = len(text)
+    return Trajectory(
+        np.frombuffer(text, np.uint8).astype(np.int32), np.full(count, -1, np.float32),
+        np.zeros(count, np.int32), np.ones(count, np.uint8), reward, "stop",
+    )  # fmt: skip
+
+
+def reusing(text, reward, source, count):
+    t = trajectory(text, reward)
+    mask_T = t.mask_T.copy()
+    mask_T[:count] = 0
+    return replace(t, mask_T=mask_T, reuse=Reuse(source, count))
+
+
+def group_of(*trajectories):
+    return Group("w0", "n", "t", 1.0, PROMPT, list(trajectories))
+
+
+SHARED = group_of(
+    trajectory(b"planA", 1.0), reusing(b"planB", 0.0, 0, 4), reusing(b"plXY", 0.0, 0, 2),
+    trajectory(b"otherC", 1.0),
+)  # fmt: skip
+
+
+def config_of(train="once", *, loss=None, **rollout):
+    raw = {
+        "name": "run", "model": {"build": {}},
+        "rollout": {
+            "max_tokens": 16, "max_turns": 2, "group_size": 4,
+            "reuse": {"episodes": 3, "train": train}, **rollout,
+        },
+        "train": {"loss": {"advantage": "group_mean", **(loss or {})}},
+        "trust": {"rescore_share": 0.0},
+    }  # fmt: skip
+    return parse_config(raw, source="test")
+
+
+def gradients(group, config):
+    """The gradient of the loss by each token's log-probability, -ratio·advantage / tokens."""
+    (trained,) = with_reused_tokens([group], config)
+    batch = collate([trained])
+    logprobs = batch.sampler_logprobs_NC.clone().requires_grad_()
+    advantages, spans = token_advantages([trained], config)
+    part = batch_loss(
+        config, batch, logprobs, totals_of([trained], config), advantages, spans=spans
+    )
+    part.loss.backward()
+    return -logprobs.grad.numpy() * totals_of([trained], config).tokens
+
+
+def test_shared_tokens_are_trained_on_once_with_the_mean_advantage():
+    found = gradients(SHARED, config_of())
+    assert found[0].tolist() == pytest.approx(
+        [1 / 6 - 1 / 3, 1 / 6 - 1 / 3, 0, 0, 0.5, 0], abs=1e-6
+    )
+    assert found[1].tolist() == pytest.approx([0, 0, 0, 0, -0.5, 0])
+    assert found[2].tolist() == pytest.approx([0, 0, -0.5, -0.5, 0, 0])
+    assert found[3].tolist() == pytest.approx([0.5] * 6)
+    assert totals_of([SHARED], config_of()).tokens == 5 + 1 + 2 + 6
+
+
+def test_told_to_they_are_trained_on_with_every_episode():
+    found = gradients(SHARED, config_of("every"))
+    assert found[0].tolist() == pytest.approx([0.5] * 5 + [0])
+    assert found[1].tolist() == pytest.approx([-0.5] * 5 + [0])
+    assert found[2].tolist() == pytest.approx([-0.5] * 4 + [0, 0])
+
+
+def test_the_spans_state_who_shares():
+    advantages, spans = token_advantages([SHARED], config_of())
+    assert advantages == pytest.approx({(0, 0): 0.5, (0, 1): -0.5, (0, 2): -0.5, (0, 3): 0.5})
+    assert list(spans) == [(0, 0)]
+    assert spans[0, 0] == [
+        TokenSpan(0, 2, pytest.approx(-1 / 6)),
+        TokenSpan(2, 4, pytest.approx(0.0)),
+    ]
+
+
+def test_a_failed_sharer_does_not_count():
+    failed = replace(SHARED.trajectories[2], cause="it failed")
+    group = group_of(*SHARED.trajectories[:2], failed, SHARED.trajectories[3])
+    _, spans = token_advantages([group], config_of())
+    assert [(one.start, one.end) for one in spans[0, 0]] == [(0, 4)]
+
+
+def test_the_step_trains_shared_tokens_once():
+    """The whole step: equal to one whose loss mask is counted by hand."""
+
+    def moved(config):
+        model = build_model(BuildConfig(hidden_size=32, layers=1), seed=1)
+        masters = MasterWeights(model, config.train)
+        result = train_step(masters, [SHARED], config, version=0)
+        return result.tokens, model.state_dict()["model.embed_tokens.weight"].float()
+
+    once, one = moved(config_of())
+    every, other = moved(config_of("every"))
+    assert (once, every) == (14, 20)
+    assert not torch.equal(one, other)
+
+
+BUDGETS = {"end": ")", "budgets": [2, 4], "answer_tokens": 4, "per": "prefix"}
+
+
+def cut(text, reward, source, count):
+    """Reuses ``count`` tokens, then the mark is inserted."""
+    t = reusing(text, reward, source, count)
+    mask_T = t.mask_T.copy()
+    mask_T[count] = 0
+    thinking = Thinking(2, ((count, "forced"),), ((count, count + 1),))
+    return replace(t, mask_T=mask_T, thinking=thinking)
+
+
+def leading(text, reward, place, count):
+    thinking = Thinking(4, ((count, "answered"),))
+    return replace(trajectory(text, reward), thinking=thinking, reuse=Reuse(place, count))
+
+
+def thoughts(**failed):
+    rows = [
+        leading(b"abc)Y", 1.0, 0, 4), cut(b"ab)N", 0.0, 0, 2),
+        leading(b"defg)N", 0.0, 2, 4), cut(b"de)Y", 1.0, 2, 2),
+    ]  # fmt: skip
+    for place, cause in failed.items():
+        number = int(place[1:])
+        rows[number] = replace(rows[number], cause=cause)
+    return group_of(*rows)
+
+
+def budget_config():
+    return config_of(
+        loss={"advantage": "budget_relative"}, thinking=BUDGETS, max_turns=1,
+        reuse={"episodes": 1},
+    )  # fmt: skip
+
+
+def test_parts_of_a_thought_have_their_advantages():
+    """Thought 0 is right only when it is whole, thought 1 only when it is cut."""
+    advantages, spans = token_advantages([thoughts()], budget_config())
+    parts_HS = thought_advantages(np.array([[[0.0], [1.0]], [[1.0], [0.0]]]), np.ones(2), 0.5)
+    assert advantages == pytest.approx({(0, 0): 0.5, (0, 1): -0.5, (0, 2): -0.5, (0, 3): 0.5})
+    assert spans == {
+        (0, 0): [TokenSpan(0, 2, parts_HS[0, 0]), TokenSpan(2, 4, parts_HS[0, 1])],
+        (0, 2): [TokenSpan(0, 2, parts_HS[1, 0]), TokenSpan(2, 4, parts_HS[1, 1])],
+    }
+    found = gradients(thoughts(), budget_config())
+    first, second = parts_HS[0]
+    row = [first, first, second, second, 0.5, 0]
+    assert found[0].tolist() == pytest.approx(row, abs=1e-6)
+    assert found[1].tolist() == pytest.approx([0, 0, 0, -0.5, 0, 0])
+
+
+def test_a_thought_without_an_answer_has_no_advantage():
+    advantages, spans = token_advantages([thoughts(_1="it failed")], budget_config())
+    assert [one.advantage for one in spans[0, 0]] == [0.0, 0.0]
+    assert advantages == pytest.approx({(0, 0): 0.5, (0, 2): -0.5, (0, 3): 0.0})
+
+
+def test_an_answer_after_its_own_thought_counts_for_itself_only():
+    group = thoughts()
+    own = replace(trajectory(b"xy)N", 0.0), thinking=Thinking(2, ((2, "forced"),), ()))
+    group.trajectories[1] = own
+    advantages, spans = token_advantages([group], budget_config())
+    assert advantages[0, 1] == -0.5
+    assert {one.advantage for one in spans[0, 0]} == {0.0}
+
+
+def test_the_weights_are_the_prior():
+    thinking = {**BUDGETS, "budgets": [4, 2], "weights": [3.0, 1.0]}
+    config = config_of(
+        loss={"advantage": "budget_relative"}, thinking=thinking, max_turns=1,
+        reuse={"episodes": 1},
+    )  # fmt: skip
+    _, spans = token_advantages([thoughts()], config)
+    rewards = np.array([[[0.0], [1.0]], [[1.0], [0.0]]])
+    parts_HS = thought_advantages(rewards, np.array([1.0, 3.0]), 0.5)
+    assert [one.advantage for one in spans[0, 0]] == parts_HS[0].tolist()
