@@ -8,13 +8,14 @@
 # make docs           builds the documents as a site, in build/site
 # make dist           builds the source archive and a wheel, and tests it in an empty environment
 # make fuzz           fuzzes the native kernels, each target for SECONDS=600
+# make targets        compiles the native code for Arm, musl and macOS, and fuzzes what can run here
 BIN := .venv/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 # A file's tests share servers and models, so a file stays in one process.
 # Tests that start processes wait a third of their time, so two cores keep three of them busy.
 PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder --strict-skips
 
-.PHONY: setup demo live test drills test-engines engines lint format bench docs dist fuzz clean
+.PHONY: setup demo live test drills test-engines engines lint format bench docs dist fuzz targets clean
 
 setup: .venv/.ready
 
@@ -65,6 +66,9 @@ dist: setup
 
 fuzz:
 	@$(MAKE) -C native/fuzz -j2 run SECONDS=$(or $(SECONDS),600)
+
+targets:
+	@sh scripts/targets.sh $(or $(SECONDS),10)
 
 clean:
 	rm -rf .venv .venv-vllm build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
