@@ -182,6 +182,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
     on_failure = options.pop("redact_failure", "closed")
     make = options.pop("replica", TokenReplica)
     defaults = options.pop("defaults", RequestDefaults())
+    release = options.pop("release", None)
     options.setdefault("consent", ConsentRule(header=True))
     run = start_run(bucket)
     recorder = Recorder(
@@ -201,7 +202,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
             members, upstream, token=TOKEN, admin_token=ADMIN, upstream_key="upstream",
             self_checked=(WEBHOOK,),
         )  # fmt: skip
-        LiveCalls(recorder, defaults, webhook_secret=HOOK).add_to(app)
+        LiveCalls(recorder, defaults, release=release, webhook_secret=HOOK).add_to(app)
         runner = build_runner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -107,6 +107,14 @@ def run(arguments: argparse.Namespace) -> int:
     return exit_code(state)
 
 
+def _show_tests(tests: dict[str, Any]) -> None:
+    for name, one in tests.items():
+        print(  # noqa: T201
+            f"  {name}: difference {one['difference']:+.4f}, evidence {one['log_evidence']:.2f} of "
+            f"{one['log_threshold']:.2f}"
+        )
+
+
 def _estimated(found: dict[str, Any], live: dict[str, float] | None) -> str:
     """Returns an off-policy estimate next to what users showed, as one line."""
     if found["snips"] is None:
@@ -135,11 +143,15 @@ def _show(state: dict[str, Any], *, as_json: bool) -> None:
     for place, counts in state.get("outcomes", {}).items():
         line = f"{counts['candidate']} of the candidate, {counts['serving']} of the serving version"
         print(f"  outcomes at {place}: {line}")  # noqa: T201
-    for name, one in state.get("tests", {}).items():
+    _show_tests(state.get("tests", {}))
+    if (shadow := state.get("shadow")) is not None:
+        first_s = shadow["first_s"]
         print(  # noqa: T201
-            f"  {name}: difference {one['difference']:+.4f}, evidence {one['log_evidence']:.2f} of "
-            f"{one['log_threshold']:.2f}"
+            f"  copies compared: {shadow['copies']} of {shadow['wanted']}, dropped "
+            f"{shadow['dropped']}; first token after {first_s['candidate']:.3f} s, users' answers "
+            f"{first_s['serving']:.3f} s"
         )
+        _show_tests(shadow["tests"])
     if (estimate := state.get("estimate")) is not None:
         print(f"  {_estimated(estimate, state.get('live'))}")  # noqa: T201
     if (gap := state.get("heldout_less_live")) is not None:

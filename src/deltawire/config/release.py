@@ -92,7 +92,13 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     """An alarm is raised once users are shown to see less of a candidate's held-out gain than this:
     its gain in the metric is smaller than that in held-out accuracy by more."""
     gate_wait_s: Positive = 86_400.0
-    """A candidate that is not evaluated within this time is held."""
+    """A candidate that is not evaluated, or not compared in its shadow, within this time is
+    held."""
+    shadow: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """Before the canary, the candidate answers copies of so many requests, unseen by users, and the
+    guardrails are judged on them; 0: no shadow."""
+    shadow_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the requests that may be captured of which a copy is made."""
     estimate_answers: Annotated[int, Meta(ge=0, le=100_000)] = 200
     """The evaluator scores so many logged answers with each version that it measures, the newest
     that have an outcome, to estimate the version's metric before users see it; 0 is never."""
@@ -111,6 +117,11 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
         """Returns an error message and a hint if the values contradict each other, else None."""
         if self.stages != sorted(set(self.stages)):
             return "live.release.stages must rise", "such as [0.01, 0.05, 0.25, 0.5]"
+        if self.shadow and not self.guardrails.keys() - {"silent"}:
+            return (
+                "live.release.shadow judges guardrails, and there are none that copies can touch",
+                "set live.release.guardrails, or shadow to 0",
+            )
         low = 0.0 if self.low is None else self.low
         high = 1.0 if self.high is None else self.high
         if low >= high:

@@ -161,6 +161,8 @@ def _release(status: RunStatus) -> Iterator[Metric]:
     yield _gauge(
         "release_share", "Share of users that see the candidate", [], [((), release.share)]
     )
+    text = "Share of requests that the candidate answers too, unseen by users"
+    yield _gauge("release_copies", text, [], [((), release.copies)])
     held = [((name,), release.waits_for == name) for name in ("data", "person")]
     yield _gauge("release_held", "1 if the candidate waits", ["for"], held)
     counts = [((name,), count) for name, count in sorted(release.decisions.items())]

@@ -90,6 +90,8 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     candidate: int | None
     share: float
+    copies: float = 0.0
+    """Share of the requests that may be captured which the candidate answers too, unseen."""
     waits_for: str
     restores: int | None
     at: float
@@ -108,7 +110,11 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
         if self.restores is not None:
             found += f" with the weights of version {self.restores}"
         if self.candidate is not None and self.verdict != "rollback":
-            found += f", candidate {self.candidate} at {self.share:.0%} of users"
+            found += f", candidate {self.candidate} "
+            if self.copies:
+                found += f"on copies of {self.copies:.0%} of requests"
+            else:
+                found += f"at {self.share:.0%} of users"
         if self.waits_for:
             found += f", held for {'a person' if self.waits_for == 'person' else 'data'}"
         found += f"; {self.verdict} by {self.by}: {self.reason}"
@@ -132,6 +138,7 @@ def release_of(log: DecisionLog) -> ReleaseStatus | None:
         digest=newest.serving.digest,
         candidate=None if newest.candidate is None else newest.candidate.version,
         share=newest.share,
+        copies=newest.copies,
         waits_for=newest.waits_for,
         restores=None if restores is None else int(restores),
         at=newest.at,

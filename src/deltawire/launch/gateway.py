@@ -180,7 +180,9 @@ def _live_calls(
         ),
     )
     defaults = RequestDefaults.of(config) if run.config else RequestDefaults()
-    return LiveCalls(recorder, defaults, webhook_secret=webhook.encode())
+    return LiveCalls(
+        recorder, defaults, release=config.live.release, webhook_secret=webhook.encode()
+    )
 
 
 def _is_http(url: str) -> bool:

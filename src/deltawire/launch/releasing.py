@@ -18,7 +18,7 @@ from deltawire.estimates import OffPolicyEstimate
 from deltawire.events import Evaluated
 from deltawire.launch.role_keys import read_signer
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
-from deltawire.live.release.evidence import Evidence, planned_answers
+from deltawire.live.release.evidence import DifferenceFinding, Evidence, planned_answers
 from deltawire.live.release.next_decision import (
     Scores,
     Situation,
@@ -27,6 +27,7 @@ from deltawire.live.release.next_decision import (
     next_candidate,
 )
 from deltawire.live.release.off_policy import figures_of_estimate
+from deltawire.live.release.shadow_evidence import ShadowEvidence, read_shadow, shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import known_trainer
@@ -105,6 +106,7 @@ class Releaser:
             restored=restored,
             scores=scores,
             evidence=self.evidence(now),
+            shadow=self.shadow(),
             estimate=figures_of_estimate(self.estimate()),
             now=now,
         )
@@ -112,6 +114,13 @@ class Releaser:
     def evidence(self, now: float) -> Evidence | None:
         """Returns what the canary that is under way has shown so far; None without one."""
         return self._outcomes.poll(self.log, now)
+
+    def shadow(self) -> ShadowEvidence | None:
+        """Returns what the shadow that is under way has shown so far; None without one."""
+        decision = self.log.newest
+        if decision is None or not decision.copies:
+            return None
+        return shadow_evidence(read_shadow(self._bucket, decision), self.release)
 
     def estimate(self) -> OffPolicyEstimate | None:
         """Returns the off-policy estimate of the undecided candidate; None without one."""
@@ -254,7 +263,9 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
     state |= {
         "candidate": _version(newest.candidate),
         "share": newest.share,
+        "copies": newest.copies,
         "waits_for": newest.waits_for,
+        "shadow": _shadow_row(releaser.shadow(), releaser.release.shadow),
     }
     estimate = releaser.estimate()
     state["estimate"] = None if estimate is None else msgspec.structs.asdict(estimate)
@@ -265,15 +276,7 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
             for share, (mine, theirs) in evidence.counts.items()
         }
         tests = {"not_worse": evidence.metric, "worse": evidence.worse, **evidence.guardrails}
-        state["tests"] = {
-            name: {
-                "difference": one.difference,
-                "log_evidence": one.log_evidence,
-                "log_threshold": one.log_threshold,
-                "rejects": one.rejects,
-            }
-            for name, one in tests.items()
-        }
+        state["tests"] = {name: _test_row(one) for name, one in tests.items()}
         state["sample_ratio_mismatch"] = evidence.mismatched
         state["live"] = {"candidate": evidence.live[0], "serving": evidence.live[1]}
         gap = evidence.gap
@@ -314,9 +317,32 @@ def line_of(decision: Decision) -> str:
         words.append(f"candidate {decision.candidate.version}")
     if decision.share:
         words.append(f"share {decision.share:g}")
+    if decision.copies:
+        words.append(f"copies {decision.copies:g}")
     if decision.waits_for:
         words.append(f"waits for {decision.waits_for}")
     return safe_line(f"{', '.join(words)}; by {decision.by}: {decision.reason}")
+
+
+def _shadow_row(shadow: ShadowEvidence | None, wanted: int) -> dict[str, Any] | None:
+    if shadow is None:
+        return None
+    return {
+        "copies": shadow.copies,
+        "wanted": wanted,
+        "dropped": shadow.dropped,
+        "first_s": {"candidate": shadow.first_s[0], "serving": shadow.first_s[1]},
+        "tests": {name: _test_row(one) for name, one in shadow.guardrails.items()},
+    }
+
+
+def _test_row(one: DifferenceFinding) -> dict[str, Any]:
+    return {
+        "difference": one.difference,
+        "log_evidence": one.log_evidence,
+        "log_threshold": one.log_threshold,
+        "rejects": one.rejects,
+    }
 
 
 def _version(one: ServedVersion | None) -> dict[str, Any] | None:
@@ -330,6 +356,7 @@ def _row(one: Decision) -> dict[str, Any]:
         "serving": one.serving.version,
         "candidate": None if one.candidate is None else one.candidate.version,
         "share": one.share,
+        "copies": one.copies,
         "waits_for": one.waits_for,
         "at": one.at,
         "by": one.by,

@@ -139,11 +139,37 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     note: Annotated[str, Meta(max_length=512)] = ""
 
 
+class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Counts of one gateway over the copies of requests that a candidate answered in the shadow
+    whose decision has the salt ``shadow``. Nothing of a request, an answer or a user is in them.
+
+    In ``rose`` and ``fell``, by guardrail, are the copies that touched it when the user's answer
+    did not, and the reverse. ``dropped`` counts, by reason, requests that were to be copied and
+    were not compared. ``first_s`` sums the seconds until the first token, of the candidate's
+    answers and of the users'.
+    """
+
+    shadow: Annotated[str, Meta(max_length=64)]
+    copies: Annotated[int, Meta(ge=0, le=1 << 53)] = 0
+    rose: Annotated[dict[str, Annotated[int, Meta(ge=0)]], Meta(max_length=64)] = {}
+    fell: Annotated[dict[str, Annotated[int, Meta(ge=0)]], Meta(max_length=64)] = {}
+    dropped: Annotated[dict[str, Annotated[int, Meta(ge=0)]], Meta(max_length=64)] = {}
+    first_s: tuple[float, float] = (0.0, 0.0)
+
+    def fault(self) -> str:
+        """Returns the first contradiction; empty if there is none."""
+        names = self.rose.keys() | self.fell.keys()
+        if any(self.rose.get(n, 0) + self.fell.get(n, 0) > self.copies for n in names):
+            return "more differences than copies"
+        return "" if all(0 <= s < float("inf") for s in self.first_s) else "no sum of seconds"
+
+
 class GatewayState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The object at ``live/gateways/<gateway>.json``.
 
     ``public_key`` checks the deployment's receipts. ``counts`` are totals since the gateway
-    started (at ``started``), and ``rates`` the mean values of its detectors.
+    started (at ``started``), and ``rates`` the mean values of its detectors. ``shadow`` are those
+    of the newest shadow since then.
     """
 
     format: int = FORMAT
@@ -154,6 +180,7 @@ class GatewayState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     at: float
     counts: Annotated[dict[str, float], Meta(max_length=256)] = {}
     rates: Annotated[dict[str, float], Meta(max_length=256)] = {}
+    shadow: ShadowCounts | None = None
 
 
 class _RowSegment(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,8 +48,10 @@ class Decision(
 
     Of all users the ``share`` is assigned to the ``candidate``, by a hash of ``salt`` and the
     user, so that a user keeps its arm as the share grows. ``by`` is the process or the person that
-    decided, ``reason`` a sentence for people, and ``evidence`` the figures that it rests on. A hold
-    says what it waits for. A rollback names the rejected version as its candidate, with share 0.
+    decided, ``reason`` a sentence for people, and ``evidence`` the figures that it rests on. In a
+    shadow, ``copies`` is the share of users' requests that the candidate answers too, unseen by
+    users, and ``salt`` names the shadow. A hold says what it waits for. A rollback names the
+    rejected version as its candidate, with share 0.
     """
 
     number: Index
@@ -58,6 +60,7 @@ class Decision(
     serving: ServedVersion
     candidate: ServedVersion | None = None
     share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    copies: Annotated[float, Meta(ge=0, le=1)] = 0.0
     salt: Annotated[str, Meta(max_length=64)] = ""
     waits_for: Literal["", "data", "person"] = ""
     at: float
@@ -128,6 +131,8 @@ class Assignment(NamedTuple):
 def fault_after(before: Decision | None, decision: Decision) -> str:
     """Returns why ``decision`` cannot follow the valid decision ``before``; empty if it can."""
     verdict, candidate = decision.verdict, decision.candidate
+    if decision.copies and (verdict not in ("shadow", "hold") or decision.share):
+        return "copies of requests outside a shadow"
     if before is None:
         return "" if verdict == "serve" else f"a series that begins with {verdict}"
     if verdict == "serve":
@@ -148,14 +153,29 @@ def fault_after(before: Decision | None, decision: Decision) -> str:
         return "a share before a canary" if decision.share else ""
     if before.verdict not in UNDECIDED or candidate != before.candidate:
         return "no candidate to go on with"
-    if verdict == "hold":
-        same = (decision.share, decision.salt) == (before.share, before.salt)
+    return _fault_between(before, decision)
+
+
+def _fault_between(before: Decision, decision: Decision) -> str:
+    """Returns why ``decision`` cannot change what an undecided candidate is shown."""
+    if decision.verdict == "hold":
+        same = _seen(decision) == _seen(before)
         return (
             "" if same and decision.waits_for else "a hold that changes users, or waits for nothing"
         )
-    if before.share and decision.salt != before.salt:
+    if decision.verdict == "shadow":
+        if _seen(before) != (0.0, 0.0, ""):
+            return "a shadow that does not follow the gate"
+        fits = decision.copies and decision.salt and not decision.share
+        return "" if fits else "a shadow without copies or a name, or with a share"
+    if before.salt and decision.salt != before.salt:
         return "a canary that assigns users again"
     return "" if decision.share > before.share else "a canary whose share does not grow"
+
+
+def _seen(decision: Decision) -> tuple[float, float, str]:
+    """Returns what a decision shows of its candidate: share of users, copies, salt."""
+    return decision.share, decision.copies, decision.salt
 
 
 def assign(decision: Decision | None, user: Pseudonym) -> Assignment:

@@ -8,13 +8,18 @@ import pytest
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import RetryError
 from deltawire.live.release.next_decision import Situation, decide_next
+from deltawire.live.release.shadow_evidence import shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import open_bucket
 from deltawire.testing.faulty import FaultyBucket
+from deltawire.wire.captures import ShadowCounts
 from deltawire.wire.decisions import ServedVersion
 
 RUN = "1" * 32
 RELEASE = ReleaseConfig(gate={"accuracy": 0.02}, stages=[0.25, 0.5])
+SHADOW = ReleaseConfig(gate={"accuracy": 0.02}, stages=[0.25, 0.5], shadow=5)
+COPIES = shadow_evidence([ShadowCounts(shadow="s", copies=5)], SHADOW)
+WITHOUT, WITH = ["serve", "gate", "canary"], ["serve", "gate", "shadow", "canary"]
 SCORES = {version: {"accuracy": 0.5} for version in range(9)}
 
 
@@ -22,34 +27,36 @@ def served(version):
     return ServedVersion(version, f"{version:032x}")
 
 
-def step(log, *, by):
+def step(log, *, by, release=RELEASE):
     """Decide once, as a process does; returns whether a decision of its own was stored."""
     log.poll()
     serving = log.newest.serving.version if log.newest else 0
     situation = Situation(
-        newest=served(serving), candidate=served(serving + 1), scores=SCORES, now=log.next_number
-    )
-    decision = decide_next(log, RELEASE, situation, by=by)
+        newest=served(serving), candidate=served(serving + 1), scores=SCORES, shadow=COPIES,
+        now=log.next_number,
+    )  # fmt: skip
+    decision = decide_next(log, release, situation, by=by)
     return decision is not None and log.append(decision)
 
 
+@pytest.mark.parametrize(("release", "verdicts"), [(RELEASE, WITHOUT), (SHADOW, WITH)])
 @pytest.mark.parametrize("done", [False, True])
-def test_a_decider_that_dies_at_any_write_leaves_a_valid_series(done):
+def test_a_decider_that_dies_at_any_write_leaves_a_valid_series(done, release, verdicts):
     """Its decision is stored or not, and the next process goes on from there."""
-    for at in range(1, 4):
+    for at in range(1, len(verdicts) + 1):
         bucket = open_bucket("memory://", create=True)
         dying = FaultyBucket(bucket)
         dying.fail("create", "live/decisions/*", at=at, done=done)
         log = DecisionLog(dying, RUN)
-        assert all(step(log, by="first") for _ in range(at - 1))
+        assert all(step(log, by="first", release=release) for _ in range(at - 1))
         with pytest.raises(RetryError):
-            step(log, by="first")
+            step(log, by="first", release=release)
         after = DecisionLog(bucket, RUN)
         after.poll()
         assert len(after.decisions) == at - 1 + done
-        while step(after, by="second"):
+        while step(after, by="second", release=release):
             pass
-        assert [one.verdict for one in after.decisions] == ["serve", "gate", "canary"]
+        assert [one.verdict for one in after.decisions] == verdicts
         assert not after.void
 
 

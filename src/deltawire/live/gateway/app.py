@@ -26,8 +26,10 @@ import msgspec
 from aiohttp import web
 
 from deltawire.chat.requests import RequestDefaults
+from deltawire.config.release import ReleaseConfig
 from deltawire.errors import CorruptError, InputError
 from deltawire.live.capture.consent import CAPTURE_HEADER
+from deltawire.live.capture.guardrails import AnswerFacts
 from deltawire.live.feedback.client import RECEIPT_HEADER
 from deltawire.live.feedback.intake import MAX_BODY_BYTES, Taken, UnknownReceiptError
 from deltawire.live.gateway.engine_tokens import AnswerReader, for_client
@@ -35,10 +37,13 @@ from deltawire.live.gateway.events import DONE, EventSplitter, data_of
 from deltawire.live.gateway.recorder import Recorder, ServedRequest
 from deltawire.live.gateway.requests import read_asked
 from deltawire.live.gateway.routing import ArmRouter
+from deltawire.live.gateway.shadow import RequestCopy, ShadowCopies, facts_of
 from deltawire.serving.app import (
+    KEY,
     MODEL,
     REPLICAS,
     RETURNED_HEADERS,
+    SESSION,
     SNAPSHOT_HEADER,
     WRITE_WITHIN_S,
     break_off,
@@ -51,6 +56,7 @@ from deltawire.serving.app import (
     with_model,
 )
 from deltawire.serving.replica_set import TrackedReplica
+from deltawire.wire.captures import FAILED
 
 USER_HEADER = "x-deltawire-user"
 CONVERSATION_HEADER = "x-deltawire-conversation"
@@ -76,9 +82,16 @@ class LiveCalls:
     """
 
     def __init__(
-        self, recorder: Recorder, defaults: RequestDefaults, *, webhook_secret: bytes = b""
+        self,
+        recorder: Recorder,
+        defaults: RequestDefaults,
+        *,
+        release: ReleaseConfig | None = None,
+        webhook_secret: bytes = b"",
     ) -> None:
         self._recorder = recorder
+        self._release = release or ReleaseConfig()
+        self._copies: ShadowCopies | None = None
         self._defaults = defaults
         self._secret = webhook_secret
 
@@ -94,12 +107,15 @@ class LiveCalls:
 
         async def life(app: web.Application) -> Any:
             self._recorder.start(asyncio.get_running_loop())
-            router = ArmRouter(app[REPLICAS])
+            copies = ShadowCopies(app[REPLICAS], app[SESSION], self._release, key=app[KEY])
+            self._copies, self._recorder.shadow = copies, lambda: copies.counts
+            router = ArmRouter(app[REPLICAS], copies.follow)
             self._recorder.assign = router.assignment
             following = asyncio.create_task(router.follow())
             yield
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+            await copies.close()
             await asyncio.to_thread(self._recorder.close)
 
         app.cleanup_ctx.append(life)
@@ -132,13 +148,25 @@ class LiveCalls:
         self._recorder.continued(served)
         if asked.chat and not session:
             session = served.conversation
-        return await to_replica(
-            request,
-            asked.for_replica(capture=served.capture),
-            _LiveExchange(served, self._recorder),
-            session=session,
-            version=served.assignment.version,
-        )
+        body = asked.for_replica(capture=served.capture)
+        exchange = _LiveExchange(served, self._recorder)
+        try:
+            return await to_replica(
+                request, body, exchange, session=session, version=served.assignment.version
+            )
+        finally:
+            self._offer(request, served, body, exchange.facts)
+
+    def _offer(
+        self, request: web.Request, served: ServedRequest, body: bytes, facts: AnswerFacts | None
+    ) -> None:
+        """Offers a request that may be stored as a copy, once its answer has ended."""
+        copies = self._copies
+        if copies is None or not copies.copying or facts is None or not served.capture:
+            return
+        if served.asked.body.get("n") in (None, 1):
+            path = request.path.removeprefix("/inference")
+            copies.offer(RequestCopy(path, body, served.user, facts))
 
     async def _feedback(self, request: web.Request) -> web.StreamResponse:
         body = await _bounded(request, MAX_BODY_BYTES)
@@ -184,6 +212,8 @@ class _LiveExchange:
         self._recorder = recorder
         self._began = time.monotonic()
         self._first_s = 0.0
+        self.facts: AnswerFacts | None = None
+        """The facts of the answer once it has ended, by its end or by the replica's failure."""
 
     async def __call__(
         self, request: web.Request, member: TrackedReplica, body: bytes
@@ -213,6 +243,7 @@ class _LiveExchange:
             return break_off(request, member, answer, error)
 
     async def _failed(self, reason: str) -> None:
+        self.facts = AnswerFacts(finish=FAILED, first_s=time.monotonic() - self._began)
         if self._served is not None:
             await self._recorder.failed(self._served, reason)
 
@@ -221,6 +252,8 @@ class _LiveExchange:
 
     async def _receipts(self, reader: AnswerReader | None) -> list[str]:
         assert self._served is not None
+        if reader is not None:
+            self.facts = facts_of(reader, self._first_s)
         return await self._recorder.finish(
             self._served,
             reader,

@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 LEAST_LOGPROB = -9999.0
 """vLLM's placeholder for a log-probability of minus infinity."""
 CONFIRMED = "confirmed"
@@ -32,6 +34,11 @@ class ChoiceTokens:
     calls: dict[int, list[str]] = field(default_factory=dict)
     finish: str = ""
     missing: bool = False
+
+    @property
+    def broken_calls(self) -> int:
+        """Returns how many tool calls have arguments that are no JSON object."""
+        return sum(not _is_object("".join(parts)) for parts in self.calls.values())
 
     def fault(self) -> str:
         """Why the tokens cannot be trained on; empty if they can, but for their versions."""
@@ -109,6 +116,13 @@ def _logprobs_of(found: Any) -> list[float]:
     else:
         values = found.get("token_logprobs") or []
     return [math.nan if value is None else float(value) for value in values]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return False
 
 
 def _are_ids(found: Any) -> bool:

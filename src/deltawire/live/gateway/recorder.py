@@ -43,7 +43,14 @@ from deltawire.live.gateway.requests import AskedAnswer
 from deltawire.private_files import private_folder, read_private, replace_private
 from deltawire.store import Bucket
 from deltawire.wire import keys
-from deltawire.wire.captures import FAILED, Capture, Feedback, GatewayState, encode_row
+from deltawire.wire.captures import (
+    FAILED,
+    Capture,
+    Feedback,
+    GatewayState,
+    ShadowCounts,
+    encode_row,
+)
 from deltawire.wire.decisions import Assignment, assign
 from deltawire.wire.objects import encode_json
 from deltawire.wire.receipts import MAX_SPANS, Receipt, hash_tokens, sign_receipt, spans_of
@@ -112,6 +119,7 @@ class Recorder:
         self.conversations = Conversations()
         self.forgotten: frozenset[str] = frozenset()
         self.assign: Callable[[str, str], Assignment] = serving_only
+        self.shadow: Callable[[], ShadowCounts | None] = lambda: None
         self._bucket = bucket
         self._run = run
         self._signer = signer
@@ -177,6 +185,7 @@ class Recorder:
             at=time.time(),
             counts=counts,
             rates=self.rates.listed(),
+            shadow=self.shadow(),
         )
 
     def served(self, asked: AskedAnswer, names: dict[str, str]) -> ServedRequest:
@@ -395,7 +404,6 @@ def _capture(
     first_s: float,
 ) -> Capture:
     usable = not fault
-    broken = sum(not _is_object("".join(parts)) for parts in choice.calls.values())
     return Capture(
         answer=receipt.answer,
         conversation=receipt.conversation,
@@ -419,7 +427,7 @@ def _capture(
         first_s=first_s,
         total_s=receipt.at - served.began,
         calls=len(choice.calls),
-        broken_calls=broken,
+        broken_calls=choice.broken_calls,
         marks=marks_of("".join(choice.text), calls=len(choice.calls)),
     )
 
@@ -428,13 +436,6 @@ def serving_only(user: str, conversation: str) -> Assignment:
     """Assigns everybody to the serving arm, and to whichever version a replica holds."""
     del user, conversation
     return assign(None, "")
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(text), dict)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return False
 
 
 def _name_in(folder: Path) -> str:

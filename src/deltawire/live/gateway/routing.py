@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 
 from deltawire.errors import DeltawireError, RetryError
 from deltawire.runtime.decision_log import DecisionLog
@@ -23,6 +24,7 @@ from deltawire.wire.receipts import SERVING
 
 POLL_EVERY_S = 1.0
 MAX_CONVERSATIONS = 20_000
+LEAST_SHARE = 1e-9
 _LOG = logging.getLogger("deltawire.live")
 
 
@@ -31,7 +33,8 @@ class ArmRouter:
 
     Users are assigned at random only while replicas hold both versions; otherwise all of them stay
     on the serving arm with propensity 1, which no test counts. A conversation keeps its arm while
-    that arm's version may be served. ``decision`` is the one that replicas were aimed by.
+    that arm's version may be served. ``decision`` is the one that replicas were aimed by, and
+    ``on_decision`` gets each one after that.
 
     Example::
 
@@ -40,8 +43,11 @@ class ArmRouter:
         router.assignment(user, conversation)
     """
 
-    def __init__(self, replicas: ReplicaSet) -> None:
+    def __init__(
+        self, replicas: ReplicaSet, on_decision: Callable[[Decision], None] = lambda _: None
+    ) -> None:
         self.decision: Decision | None = None
+        self._on_decision = on_decision
         self.fault = ""
         self._replicas = replicas
         self._log = DecisionLog(replicas.bucket, replicas.run.id)
@@ -70,10 +76,12 @@ class ArmRouter:
         newest = self._log.newest
         if newest is None or newest == self.decision:
             return
-        candidate = newest.candidate if newest.share else None
+        candidate = newest.candidate if newest.share or newest.copies else None
         shown = None if candidate is None else _target(candidate)
-        await self._replicas.aim(_target(newest.serving), shown, newest.share)
+        # Copies of requests need one replica.
+        await self._replicas.aim(_target(newest.serving), shown, newest.share or LEAST_SHARE)
         self.decision, self.fault = newest, ""
+        self._on_decision(newest)
 
     def assignment(self, user: str, conversation: str) -> Assignment:
         """Returns the arm of a request."""

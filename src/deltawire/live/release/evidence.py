@@ -4,7 +4,8 @@ The error rate α of a run is spent once, whatever the number of stages and look
 
 - A false promotion is a rejection of "the candidate is worse by the margin", a test at α.
 - A false rollback is a rejection of "the candidate is not worse" (α/2) or, for one of k guardrails,
-  of "its rate rose by no more than its tolerance" (α/2k each): at most α together.
+  of "its rate rose by no more than its tolerance" (α/2k each): at most α together. With a shadow,
+  α/4k each on copies of requests, and α/4k in the canary.
 - A sample-ratio mismatch (α/10) holds the canary: it neither promotes nor rolls back.
 - The alarm that users do not see a held-out gain (α/10) decides nothing.
 
@@ -42,16 +43,20 @@ class ErrorBudget:
     rollback: float
     guardrail: float
     sample_ratio: float
+    shadow: float = 0.0
 
 
 def error_budget(release: ReleaseConfig) -> ErrorBudget:
     """Returns how the error rate is divided."""
     half, guardrails = release.error_rate / 2, len(release.guardrails)
+    if release.shadow:  # Each guardrail is tested on copies too.
+        guardrails *= 2
     return ErrorBudget(
         promotion=release.error_rate,
         rollback=half if guardrails else release.error_rate,
         guardrail=half / guardrails if guardrails else half,
         sample_ratio=release.error_rate / 10,
+        shadow=half / guardrails if guardrails and release.shadow else 0.0,
     )
 
 

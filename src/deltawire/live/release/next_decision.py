@@ -2,7 +2,7 @@
 
 ::
 
-    serve, promote, rollback ──▶ gate ──▶ canary, share by share ──▶ promote
+    serve, promote, rollback ──▶ gate ──▶ (shadow) ──▶ canary, share by share ──▶ promote
                        ▲          │           │ ▲                      ▲
                        │          ▼           ▼ │ more outcomes        │
                        └───────rollback ◀── hold (for data, or for a person)
@@ -23,6 +23,7 @@ import msgspec
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
 from deltawire.live.release.evidence import CanaryTests, Evidence
+from deltawire.live.release.shadow_evidence import ShadowEvidence, shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.wire.decisions import RESTORES, UNDECIDED, Decision, ServedVersion, Verdict
 
@@ -33,16 +34,17 @@ Scores = Mapping[int, Mapping[str, float]]
 @dataclass(frozen=True, kw_only=True)
 class Situation:
     """The facts that a decision follows from: the ``newest`` version and the one of
-    `next_candidate`, with the digests of their manifests, held-out ``scores``, the ``evidence``
-    of the canary that is under way, the off-policy ``estimate`` of the undecided candidate, the
-    version in which the trainer ``restored`` the one that serves since a rollback, and the time in
-    seconds since 1970."""
+    `next_candidate`, with the digests of their manifests, held-out ``scores``, the ``evidence`` of
+    the canary or of the ``shadow`` that is under way, the off-policy ``estimate`` of the undecided
+    candidate, the version in which the trainer ``restored`` the one that serves since a rollback,
+    and the time in seconds since 1970."""
 
     newest: ServedVersion
     candidate: ServedVersion | None = None
     restored: ServedVersion | None = None
     scores: Scores = field(default_factory=dict)
     evidence: Evidence | None = None
+    shadow: ShadowEvidence | None = None
     estimate: Mapping[str, float] = field(default_factory=dict)
     now: float
 
@@ -102,6 +104,8 @@ def _next(
         )
     if before.waits_for == "person" or before.candidate is None:
         return None
+    if before.copies:
+        return _leave_shadow(before, release, situation, make)
     if not before.share:
         return _pass_gate(before, release, situation, make)
     evidence = situation.evidence or CanaryTests(release).evidence()
@@ -146,6 +150,7 @@ class _Maker:
             before.candidate,
             reason=reason,
             share=before.share,
+            copies=before.copies,
             salt=before.salt,
             waits_for=waits_for,
             evidence=dict(evidence),
@@ -161,9 +166,26 @@ class _Maker:
             before.candidate,
             reason=reason,
             share=share,
-            salt=before.salt or f"{self.log.next_number}-{before.candidate.digest}",
+            salt=before.salt or self.salt(before.candidate),
             evidence=dict(evidence),
         )
+
+    def shadow(
+        self, before: Decision, copies: float, reason: str, evidence: Mapping[str, float]
+    ) -> Decision:
+        assert before.candidate is not None
+        return self.decision(
+            "shadow",
+            before.serving,
+            before.candidate,
+            reason=reason,
+            copies=copies,
+            salt=self.salt(before.candidate),
+            evidence=dict(evidence),
+        )
+
+    def salt(self, candidate: ServedVersion) -> str:
+        return f"{self.log.next_number}-{candidate.digest}"
 
 
 def _go_forward(before: Decision, restored: ServedVersion, make: _Maker) -> Decision | None:
@@ -209,7 +231,29 @@ def _pass_gate(
             reason=f"evaluation gate: {'; '.join(failed)}",
             evidence=figures,
         )
+    if release.shadow:
+        return make.shadow(before, release.shadow_share, "passed the evaluation gate", figures)
     return make.canary(before, release.stages[0], "passed the evaluation gate", figures)
+
+
+def _leave_shadow(
+    before: Decision, release: ReleaseConfig, situation: Situation, make: _Maker
+) -> Decision | None:
+    """Look at a shadow: harm first, then whether enough copies were compared."""
+    candidate, evidence = before.candidate, situation.shadow
+    assert candidate is not None
+    evidence = evidence or shadow_evidence([], release)
+    figures = evidence.figures()
+    if harmful := evidence.harmful():
+        reason = f"worse than version {before.serving.version} on copies: {', '.join(harmful)}"
+        return make.decision("rollback", before.serving, candidate, reason=reason, evidence=figures)
+    if evidence.copies >= release.shadow:
+        reason = f"no harm in {evidence.copies} copies of requests"
+        return make.canary(before, release.stages[0], reason, figures)
+    if situation.now >= before.at + release.gate_wait_s:
+        reason = f"only {evidence.copies} of {release.shadow} copies were compared"
+        return make.hold(before, reason, "data", figures)
+    return None
 
 
 def _go_on(

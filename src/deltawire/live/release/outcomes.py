@@ -10,32 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import get_args
 
 from deltawire.config.live import DEFAULT_REWARDS, LiveConfig
-from deltawire.config.release import ReleaseConfig
+from deltawire.live.capture.guardrails import SILENT, AnswerFacts, touches
 from deltawire.live.learning.rewards import TERMS, OwnReward, RewardRules, values_of
-from deltawire.wire.captures import FAILED, Capture, Feedback, Mark
+from deltawire.wire.captures import Capture, Feedback
 from deltawire.wire.decisions import CANDIDATE, Decision
 from deltawire.wire.receipts import SERVING
 
 METRIC = "metric"
 """The name of the deciding metric, next to the names of guardrails."""
-
-
-def _touches(name: str, answer: Capture, release: ReleaseConfig) -> bool:
-    """Return whether an answer touches a guardrail that follows from the answer itself."""
-    if name == "error":
-        return answer.finish == FAILED
-    if name in get_args(Mark):
-        return name in answer.marks
-    if name == "slow":
-        return answer.first_s > release.slow_s
-    if name == "broken_call":
-        return answer.broken_calls > 0
-    if name == "cut_off":
-        return answer.finish == "length"
-    return len(answer.tokens) // 4 > release.long_tokens
 
 
 @dataclass(frozen=True)
@@ -123,10 +107,10 @@ class OutcomeRules:
         else:
             value = values.get(self._release.metric, 0.0)
         found = {METRIC: self._scale.scaled(value)}
+        facts = AnswerFacts.of(answer)
         for name in self._release.guardrails:
-            if name == "silent":
+            touched = touches(name, facts, self._release)
+            if name == SILENT:
                 touched = not any(kind in values for kind in self._kinds)
-            else:
-                touched = _touches(name, answer, self._release)
             found[name] = float(touched)
         return found

@@ -86,14 +86,18 @@ class ArmDifference:
 
     def add(self, differences: Array) -> None:
         """Adds payoffs, candidate less serving."""
-        if not len(differences):
+        self.add_counted(differences, np.ones(len(differences)))
+
+    def add_counted(self, differences: Array, counts: Array) -> None:
+        """Adds each payoff as often as ``counts`` says. Wealth does not depend on their order, so
+        counts of several processes may be added."""
+        added = float(counts.sum())
+        if not added:
             return
         gains = self.sign * differences - self.tolerance
-        self.log_wealth += np.log1p(np.outer(gains, self._bets)).sum(axis=0)
-        before, self.payoffs = self.payoffs, self.payoffs + len(differences)
-        self.mean += (float(differences.sum()) - len(differences) * self.mean) / (
-            before + len(differences)
-        )
+        self.log_wealth += counts @ np.log1p(np.outer(gains, self._bets))
+        self.payoffs += int(added)
+        self.mean += (float(counts @ differences) - added * self.mean) / self.payoffs
 
     @property
     def log_evidence(self) -> float:

@@ -1,0 +1,59 @@
+"""Guardrails: which of them an answer touches, by facts that need no feedback.
+
+Gateways judge copies of requests with it, and canaries judge captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from deltawire.config.release import ReleaseConfig
+from deltawire.wire.captures import FAILED, Capture, Mark
+
+SILENT = "silent"
+"""The guardrail that needs feedback: no answer touches it by itself."""
+
+
+@dataclass(frozen=True)
+class AnswerFacts:
+    """The facts of an answer that guardrails judge: how it ended, the seconds until its first
+    token, its tokens, its calls that are no valid ones, and the marks of its text.
+
+    Example::
+
+        touches("slow", AnswerFacts(first_s=12.0), ReleaseConfig())
+    """
+
+    finish: str = ""
+    first_s: float = 0.0
+    tokens: int = 0
+    broken_calls: int = 0
+    marks: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, answer: Capture) -> AnswerFacts:
+        """Returns the facts of a captured answer."""
+        return cls(
+            answer.finish,
+            answer.first_s,
+            len(answer.tokens) // 4,
+            answer.broken_calls,
+            answer.marks,
+        )
+
+
+def touches(name: str, answer: AnswerFacts, release: ReleaseConfig) -> bool:
+    """Returns whether an answer touches the guardrail ``name``; never `SILENT`."""
+    if name == "error":
+        return answer.finish == FAILED
+    if name in get_args(Mark):
+        return name in answer.marks
+    if name == "slow":
+        return answer.first_s > release.slow_s
+    if name == "broken_call":
+        return answer.broken_calls > 0
+    if name == "cut_off":
+        return answer.finish == "length"
+    return name == "long" and answer.tokens > release.long_tokens
