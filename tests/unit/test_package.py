@@ -179,7 +179,7 @@ FLAGS = {
     "fsck": TRUST | {"--quick", "--json"},
     "log": TRUST | {"--last", "--json"},
     "bench": set(),
-    "probes": TRUST | {"--json"},
+    "probes": TRUST | {"--json", "--live"},
     "rollouts": TRUST
     | {
         "--version",

@@ -6,7 +6,6 @@ import argparse
 
 from deltawire.cli.arguments import add_json, add_run_url, add_trust, trust_of
 from deltawire.cli.exit_codes import FLAGGED
-from deltawire.errors import InputError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -14,6 +13,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("probes", help="compare rewards with checks that they do not see")
     parser.set_defaults(call=run)
     add_run_url(parser)
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="compare the rewards of live users' answers with what those rewards do not see",
+    )
     add_trust(parser)
     add_json(parser)
 
@@ -24,19 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     from deltawire.dashboard.probes import whole
     from deltawire.display import safe_json
-    from deltawire.reward_monitor.watch import figures_of, read_probes
-    from deltawire.runtime.trusted import open_trusted
-    from deltawire.sync import require_run
+    from deltawire.launch.probing import probe_state
+    from deltawire.reward_monitor.watch import figures_of
 
-    bucket = open_trusted(arguments.run, trust_of(arguments))
-    require_run(bucket)
-    state = read_probes(bucket)
-    if state is None:
-        raise InputError(
-            "the run has no probes yet",
-            hint="its environment declares none, or no step was trained on",
-            run=bucket.url,
-        )
+    state = probe_state(arguments.run, trust_of(arguments), live=arguments.live)
     if arguments.json:
         print(safe_json(figures_of(state)), flush=True)  # noqa: T201
     else:

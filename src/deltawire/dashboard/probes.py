@@ -44,8 +44,19 @@ def flags(probes: ProbeFigures) -> list[str]:
 
 
 def place_of(example: Example) -> str:
-    """Returns a rollout's place in the bucket."""
-    return f"rollouts/{legible(example.worker, 64)}/{example.sequence}"
+    """Returns the place of a rollout, or of a served answer, in the bucket."""
+    folder = "live/captures" if example.answer else "rollouts"
+    return f"{folder}/{legible(example.worker, 64)}/{example.sequence}"
+
+
+def described(example: Example) -> str:
+    """Describes an example after its place."""
+    which = f"answer {legible(example.answer)}" if example.answer else f"episode {example.episode}"
+    came = "drawn by" if example.answer else "trained into"
+    return (
+        f"{which}: reward {example.reward:g}, probe {example.probe:g}, task "
+        f"{legible(example.task) or 'unnamed'}, {came} version {example.version}"
+    )
 
 
 def mean(value: float) -> str:
@@ -82,11 +93,7 @@ def whole(probes: ProbeFigures) -> RenderableType:
             continue
         parts.append(Text(f"\n{family_of(stream)}, {legible(stream.probe)}: look at", "bold"))
         parts += [
-            Text(
-                f"  {place_of(example)}, episode {example.episode}: reward {example.reward:g}, "
-                f"probe {example.probe:g}, task {legible(example.task)}, trained into version "
-                f"{example.version}"
-            )
+            Text(f"  {place_of(example)}, {described(example)}")
             for example in reversed(stream.examples)
         ]
     return Group(*parts, Text(f"\n{meaning(probes)}", "dim"))

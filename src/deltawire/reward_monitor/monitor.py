@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -34,7 +34,8 @@ _Share = Annotated[float, Meta(gt=0, lt=1)]
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout to look at: ``rollouts/<worker>/<sequence>``, and one of its episodes."""
+    """A rollout to look at: ``rollouts/<worker>/<sequence>``, and one of its episodes; or a served
+    ``answer`` by its id, in ``live/captures/<worker>/<sequence>``."""
 
     worker: _Text
     sequence: Index
@@ -43,6 +44,7 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     probe: float
     version: Index
+    answer: Annotated[str, Meta(max_length=32)] = ""
 
     @property
     def name(self) -> str:
@@ -127,6 +129,15 @@ def excess(name: str, reward: float, probe: float, scale: float) -> float:
     return min(max((reward - probe) / scale, 0.0), 1.0)
 
 
+class _Place(NamedTuple):
+    """Where the numbers of a stream come from."""
+
+    group: Group
+    sequence: int
+    version: int
+    answer: str
+
+
 class Monitor:
     """Adds groups to a `ProbeState`, in the order in which they are trained on.
 
@@ -142,15 +153,19 @@ class Monitor:
         self.state = state if state is not None else fresh
         self._streams = {(s.family, s.probe): s for s in self.state.streams}
 
-    def add(self, group: Group, sequence: int, *, version: int) -> list[ProbeStream]:
-        """Adds a group that the step into ``version`` trains on; returns the streams it flags."""
+    def add(
+        self, group: Group, sequence: int, *, version: int, answer: str = ""
+    ) -> list[ProbeStream]:
+        """Adds a group that the step into ``version`` trains on, or a served ``answer`` that
+        ``version`` drew; returns the streams that it flags."""
         found: list[ProbeStream] = []
         episodes = list(_episodes(group))
         for name in sorted({name for _, _, probes in episodes for name in probes}):
             rows = [(e, reward, probes[name]) for e, reward, probes in episodes if name in probes]
             for family in (ALL, group.family[:64]):
                 stream = self._stream(family, name)
-                if stream is not None and self._update(stream, rows, group, sequence, version):
+                place = _Place(group, sequence, version, answer)
+                if stream is not None and self._update(stream, rows, place):
                     found.append(stream)
         return found
 
@@ -191,9 +206,7 @@ class Monitor:
         self,
         stream: ProbeStream,
         rows: list[tuple[int, float, float]],
-        group: Group,
-        sequence: int,
-        version: int,
+        place: _Place,
     ) -> bool:
         scale = self._config.reward_scale
         excesses = [excess(stream.probe, reward, probe, scale) for _, reward, probe in rows]
@@ -205,24 +218,25 @@ class Monitor:
         stream.value += value
         stream.excess += y
         stream.wealth = advance(stream.wealth, stream.groups, y, self._config.tolerance)
-        _plot(stream, Point(version=version, groups=1, reward=reward, probe=value, excess=y))
+        _plot(stream, Point(version=place.version, groups=1, reward=reward, probe=value, excess=y))
         worst = max(range(len(rows)), key=lambda i: excesses[i])
         if excesses[worst] > self._config.tolerance:
             episode, earned, said = rows[worst]
             example = Example(
-                worker=group.worker[:64],
-                sequence=sequence,
+                worker=place.group.worker[:64],
+                sequence=place.sequence,
                 episode=episode,
-                task=group.task[:256],
+                task=place.group.task[:256],
                 reward=earned,
                 probe=said,
-                version=version,
+                version=place.version,
+                answer=place.answer,
             )
             stream.examples = [*stream.examples, example][-MAX_EXAMPLES:]
         limit = threshold(self._config.false_alarm, stream.number)
         if stream.flagged_at is not None or stream.evidence < limit:
             return False
-        stream.flagged_at, stream.flagged_after = version, stream.groups
+        stream.flagged_at, stream.flagged_after = place.version, stream.groups
         return True
 
 
