@@ -22,6 +22,9 @@ KEYS: Final[dict[str, Key]] = {
     "forecast_error": Key(
         "forecasts", "<=", 0.03, "median error of a forecast of the second half of a run"
     ),
+    "forecast_error_like": Key(
+        "forecasts", "<=", 0.03, "the same with the runs of the other seeds as a prior"
+    ),
     "forecast_over_carried": Key(
         "forecasts", "<=", 1.0, "the same over the error of carrying the last value forward"
     ),

@@ -227,7 +227,7 @@ FLAGS = {
     "plan": TRUST | {"--rates", "--what-if", "--simulate", "--seed", "--plot", "--json"},
     "replay": TRUST | {"--from", "--to", "--dump", "--out", "--json"},
     "status": TRUST | {"--watch", "--every", "--json", "--window"},
-    "forecast": TRUST | {"--of", "--compute", "--from", "--plot", "--json"},
+    "forecast": TRUST | {"--of", "--compute", "--from", "--like", "--plot", "--json"},
     "watch": TRUST | {"--port", "--no-browser", "--cache"},
     "parity": TRUST
     | {

@@ -31,6 +31,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--from", dest="first", type=int, default=0, metavar="V", help="leave out versions before V"
     )
+    parser.add_argument(
+        "--like",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an earlier run of the same kind, whose curve says what is likely; may be repeated",
+    )
     parser.add_argument("--plot", default="", metavar="FILE", help="draw it: .svg, .png, .pdf")
     add_trust(parser)
     add_json(parser)
@@ -51,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         first=arguments.first,
         plot=arguments.plot,
         trust=trust_of(arguments),
+        like=arguments.like,
     )
     if arguments.json:
         print(safe_json(found), flush=True)  # noqa: T201

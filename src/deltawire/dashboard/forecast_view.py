@@ -29,6 +29,8 @@ def forecast_table(found: Forecast) -> Group:
         table.add_row(label, f"{one.median:.3f}", _interval(one))
     spent = f"{figure(found.compute)} {found.unit} in {found.points} measurements"
     way = f"{percent(found.reached, 0)} of the way to the plateau"
+    if found.like:
+        way += f"; with what {found.like} earlier run{'s' * (found.like > 1)} say"
     parts: list[Table | Text] = [table, Text(f"{spent}; {way}", "dim")]
     test = found.backtest
     if test is None:

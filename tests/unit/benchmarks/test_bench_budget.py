@@ -79,6 +79,8 @@ def test_a_forecast_is_scored_over_all_seeds_that_gain(tmp_path):
     assert details["gaining"] == 4
     assert len(details["halves"]) == 5
     assert values["forecast_error"] < 0.03
+    assert values["forecast_error_like"] < 0.03
+    assert len(details["halves_like"]) == 5
     assert values["forecast_over_carried"] < 0.5
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from deltawire.config import RunConfig
 from deltawire.errors import InputError
 from deltawire.events import Evaluated, Event, Step
-from deltawire.rl.forecast.sigmoid import MIN_POINTS, Interval, SigmoidFit
+from deltawire.rl.forecast.sigmoid import MIN_POINTS, CurvePrior, Interval, SigmoidFit
 
 Measure = Literal["accuracy", "greedy", "area", "reward"]
 """Held-out accuracy of sampled or greedy answers, the area under accuracy over thinking budgets,
@@ -78,7 +78,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     start to the plateau. ``start``, ``midpoint`` and ``steepness`` are R0, C_mid and B of the best
     curve, ``residual`` its root mean squared error. ``falling`` is true if the newest measurements
     lie below what those before them forecast: the form cannot describe a fall. ``backtest``
-    is None with too few points.
+    is None with too few points. ``like`` counts the earlier runs whose curves were a prior.
     """
 
     measure: Measure
@@ -100,6 +100,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     backtest: Backtest | None
     band: list[BandPoint]
     curve: list[CurvePoint]
+    like: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Curve:
     ceiling: float
     noise: float
 
-    def fit(self, first: int | None = None) -> SigmoidFit:
+    def fit(self, first: int | None = None, *, prior: CurvePrior | None = None) -> SigmoidFit:
         """Fits all measurements, or the ``first`` ones; raises `InputError` for too few."""
         points = self.points[:first]
         return SigmoidFit(
@@ -128,7 +129,16 @@ class Curve:
             floor=self.floor,
             ceiling=self.ceiling,
             noise=self.noise,
+            prior=prior,
         )
+
+
+def prior_of(curves: Sequence[Curve]) -> CurvePrior | None:
+    """Returns what earlier runs of one kind say of the next one, None without any.
+
+    Raises `InputError` if one has too few measurements.
+    """
+    return CurvePrior.of([curve.fit() for curve in curves]) if curves else None
 
 
 def read_curve(
@@ -178,10 +188,10 @@ def read_curve(
     return _bounded(measure, unit, points, config, problems)
 
 
-def forecast_of(curve: Curve) -> Forecast:
+def forecast_of(curve: Curve, prior: CurvePrior | None = None) -> Forecast:
     """Fits a curve and states what more compute would buy; raises `InputError` for too few
     measurements."""
-    fit = curve.fit()
+    fit = curve.fit(prior=prior)
     last = curve.points[-1]
     start = fit.best["start"]
     now, plateau = Range.of(fit.at(last.compute)), Range.of(fit.plateau)
@@ -204,20 +214,21 @@ def forecast_of(curve: Curve) -> Forecast:
         steepness=fit.best["steepness"],
         residual=fit.residual,
         falling=_is_falling(curve),
-        backtest=backtest_of(curve),
+        backtest=backtest_of(curve, prior),
+        like=0 if prior is None else prior.runs,
         band=[BandPoint(compute=float(at), value=Range.of(fit.at(float(at)))) for at in reach],
         curve=list(curve.points),
     )
 
 
-def backtest_of(curve: Curve) -> Backtest | None:
+def backtest_of(curve: Curve, prior: CurvePrior | None = None) -> Backtest | None:
     """Fits the first half of the compute and scores the second; None with too few measurements."""
     half = curve.points[-1].compute / 2
     fitted = sum(one.compute <= half for one in curve.points)
     later = curve.points[fitted:]
     if fitted < MIN_POINTS or not later:
         return None
-    fit, carried = curve.fit(fitted), curve.points[fitted - 1].value
+    fit, carried = curve.fit(fitted, prior=prior), curve.points[fitted - 1].value
     values = np.array([one.value for one in later])
     forecast = np.array([fit.at(one.compute).median for one in later])
     return Backtest(

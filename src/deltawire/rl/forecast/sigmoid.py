@@ -22,6 +22,15 @@ Runs often rise faster at first than the sigmoid that describes the rest; ScaleR
 first part. Here half of the weight belongs to a fit in which all measurements count alike, and
 half to one in which the d_t of the first fifth count a tenth: a run that has flattened since must
 still show where it rose.
+
+A first half decides less than earlier runs of the same kind do. With `CurvePrior`, each point of
+the grid is also weighed by a normal distribution of (log C_mid, log B, A) over runs: an empirical
+Bayes prior with the mean of the n earlier runs, and a covariance shrunk towards Λ₀ as if by three
+more runs::
+
+    Σ = (1 + 1/n) · (Σ_i (m_i - m)(m_i - m)ᵀ + Σ_i W_i + 3 Λ₀) / (n + 3)
+
+m_i and W_i are the mean and the covariance of the weighted grid of run i.
 """
 
 from __future__ import annotations
@@ -69,6 +78,50 @@ class Interval:
     high: float
 
 
+_SPREAD = np.diag([0.7, 0.4, 0.15]) ** 2
+"""Λ₀, the covariance of log C_mid, log B and A (as a share of the range) that is expected of runs
+of one kind before any was seen."""
+_SPREAD_COUNTS = 3
+"""So many runs' worth."""
+
+
+@dataclass(frozen=True)
+class CurvePrior:
+    """A normal distribution over (log C_mid, log B, A) of runs of one kind, from ``runs`` of them.
+
+    C_mid is in the unit of compute, A in that of the measure.
+
+    Example::
+
+        prior = CurvePrior.of([fit_of_an_earlier_run, fit_of_another])
+        fit = SigmoidFit(compute, values, floor=0, ceiling=1, prior=prior)
+    """
+
+    mean: Floats
+    covariance: Floats
+    runs: int
+
+    @classmethod
+    def of(cls, fits: Sequence[SigmoidFit]) -> CurvePrior:
+        """The prior that finished runs give; raises `InputError` without any."""
+        if not fits:
+            raise InputError("a prior needs at least one earlier run")
+        count = len(fits)
+        means = np.array([fit.moments[0] for fit in fits])
+        middle = means.mean(0)
+        sums = (means - middle).T @ (means - middle) + sum(fit.moments[1] for fit in fits)
+        range_ = np.array([1.0, 1.0, fits[0].scale])
+        expected = _SPREAD_COUNTS * _SPREAD * np.outer(range_, range_)
+        covariance = (1 + 1 / count) * (sums + expected) / (count + _SPREAD_COUNTS)
+        return cls(middle, covariance, count)
+
+    def log_weight(self, parameters_K3: Floats) -> Floats:
+        """The logarithm of the density of each row, up to a constant: float64[K]."""
+        off = parameters_K3 - self.mean
+        found: Floats = -0.5 * np.einsum("ki,ki->k", off @ np.linalg.inv(self.covariance), off)
+        return found
+
+
 @dataclass(frozen=True)
 class _Weighted:
     """Points of the grid with their weights, which sum to 1: the number of the shape, R0 and A."""
@@ -84,8 +137,8 @@ class SigmoidFit:
 
     ``compute`` has n values that rise and are at least 0, in any unit; ``values`` are the n
     measurements, between ``floor`` and ``ceiling``; ``noise`` is the least standard deviation of
-    one of them. Raises `InputError` for fewer than `MIN_POINTS` measurements, for compute that does
-    not rise, and for values that are not finite.
+    one of them; ``prior`` is what earlier runs say. Raises `InputError` for fewer than `MIN_POINTS`
+    measurements, for compute that does not rise, and for values that are not finite.
 
     Example::
 
@@ -101,13 +154,16 @@ class SigmoidFit:
         floor: float,
         ceiling: float,
         noise: float = 0.0,
+        prior: CurvePrior | None = None,
     ) -> None:
         at, seen = np.asarray(compute, np.float64), np.asarray(values, np.float64)
         _check(at, seen, floor, ceiling)
         self.last = float(at[-1])
         """The compute of the last measurement."""
-        self._scale, self._floor = ceiling - floor, floor
-        self._least = max(noise, _LEAST_NOISE * self._scale) ** 2
+        self._prior = prior
+        self.scale, self._floor = ceiling - floor, floor
+        """The range of the measure."""
+        self._least = max(noise, _LEAST_NOISE * self.scale) ** 2
         self._middles_S, self._steepness_S = (
             grid.ravel() for grid in np.meshgrid(_MIDPOINTS, _STEEPNESS, indexing="ij")
         )
@@ -135,7 +191,7 @@ class SigmoidFit:
 
     def _fit(self, at: Floats, seen: Floats, counts_N: Floats) -> _Weighted:
         """Weighs the grid by measurements, each of which counts so much."""
-        plateaus_A = self._floor + self._scale * np.linspace(0, 1, _PLATEAUS)
+        plateaus_A = self._floor + self.scale * np.linspace(0, 1, _PLATEAUS)
         share_SN, count, counted_N = self._share(at), len(at), counts_N**0.5
 
         def squares(correlation: float) -> tuple[Floats, Floats]:
@@ -152,12 +208,36 @@ class SigmoidFit:
         log_SA = np.log(count * self._least + squares_SA)
         log_SA *= -0.5 * count
         log_SA -= 0.5 * (np.log(self._steepness_S / 1.5) / 0.6)[:, None] ** 2
+        if self._prior is not None:
+            log_SA += self._prior_weights(plateaus_A)
         weight_SA = np.exp(log_SA - log_SA.max())
         # Few points of the grid carry all the weight; the others are left out of every quantile.
         kept = weight_SA > 1e-6
         shapes, places = np.nonzero(kept)
         weight = weight_SA[kept] / weight_SA[kept].sum()
         return _Weighted(shapes, start_SA[kept], plateaus_A[places], weight)
+
+    def _prior_weights(self, plateaus_A: Floats) -> Floats:
+        """What earlier runs say of each point of the grid."""
+        assert self._prior is not None
+        points_K = self._parameters(
+            np.repeat(np.arange(len(self._middles_S)), len(plateaus_A)),
+            np.tile(plateaus_A, len(self._middles_S)),
+        )
+        return self._prior.log_weight(points_K).reshape(-1, len(plateaus_A))
+
+    def _parameters(self, shapes_K: NDArray[np.intp], plateaus_K: Floats) -> Floats:
+        """(log C_mid, log B, A) of points of the grid, float64[K, 3]."""
+        middles_K = np.log(self._middles_S[shapes_K] * self.last)
+        return np.stack([middles_K, np.log(self._steepness_S[shapes_K]), plateaus_K], 1)
+
+    @property
+    def moments(self) -> tuple[Floats, Floats]:
+        """The mean and the covariance of (log C_mid, log B, A) over the weighted grid."""
+        points_K3 = self._parameters(self._shape, self._plateau)
+        mean = self._weight @ points_K3
+        off = points_K3 - mean
+        return mean, (off * self._weight[:, None]).T @ off
 
     def at(self, compute: float) -> Interval:
         """Returns the measure at a compute, as the curve without noise."""

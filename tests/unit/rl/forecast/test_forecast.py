@@ -1,6 +1,7 @@
 """Forecasts: known curves are found, bands hold them, and too little is refused."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from deltawire.errors import InputError
 from deltawire.events import Evaluated, FamilyCounts, Step, encode_lines
 from deltawire.rl.forecast import stop_rule
 from deltawire.rl.forecast.forecast import backtest_of, forecast_of, read_curve
-from deltawire.rl.forecast.sigmoid import SigmoidFit
+from deltawire.rl.forecast.sigmoid import CurvePrior, SigmoidFit
 from deltawire.store import open_bucket
 from deltawire.sync import create_run
 from deltawire.wire import keys
@@ -94,6 +95,72 @@ def test_intervals_hold_what_follows_as_often_as_they_say():
             carried.append(np.median(np.abs(seen[11] - seen[12:])))
     assert 0.8 <= np.mean(held) <= 0.99
     assert np.median(missed) <= 0.03 < np.median(carried)
+
+
+def wandering(rng, count, size, correlation):
+    """Residuals that follow one another."""
+    found = rng.normal(0, size, count)
+    for place in range(1, count):
+        found[place] = correlation * found[place - 1] + found[place] * (1 - correlation**2) ** 0.5
+    return found
+
+
+def test_intervals_hold_what_follows_a_run_that_wanders():
+    """Thirty measurements that lie above or below the curve for some time are not thirty."""
+    rng, held = np.random.default_rng(3), []
+    at = np.linspace(0, 1, 60)
+    for _ in range(40):
+        truth = curve(at, 0.2, rng.uniform(0.5, 0.9), rng.uniform(0.2, 1.0), 1.2)
+        seen = np.clip(truth + wandering(rng, 60, 0.01, 0.8), 0, 1)
+        fit = SigmoidFit(at[:30], seen[:30], floor=0.0, ceiling=1.0)
+        found = [fit.at(x) for x in at[30:]]
+        held += [one.low <= y <= one.high for one, y in zip(found, truth[30:], strict=True)]
+    assert 0.75 <= np.mean(held) <= 0.99
+
+
+def run_like(rng, *, last):
+    """One of several runs of a kind: their parameters differ a little."""
+    at = np.linspace(0, last, 16)
+    plateau, middle = rng.normal(0.75, 0.02), np.exp(rng.normal(np.log(0.6), 0.1))
+    truth = curve(at, 0.2, plateau, middle, np.exp(rng.normal(np.log(1.2), 0.05)))
+    return at, np.clip(truth + rng.normal(0, 0.015, 16), 0, 1)
+
+
+def test_earlier_runs_say_what_a_first_half_does_not():
+    rng = np.random.default_rng(11)
+    earlier = [SigmoidFit(*run_like(rng, last=1.0), floor=0.0, ceiling=1.0) for _ in range(4)]
+    prior = CurvePrior.of(earlier)
+    assert prior.runs == 4
+    alone, informed, widths = [], [], []
+    for _ in range(12):
+        at, seen = run_like(rng, last=1.0)
+        for errors, known in ((alone, None), (informed, prior)):
+            fit = SigmoidFit(at[:6], seen[:6], floor=0.0, ceiling=1.0, prior=known)
+            found = [fit.at(x) for x in at[6:]]
+            errors.append(np.mean([abs(one.median - y) for one, y in zip(found, seen[6:])]))  # noqa: B905
+            widths.append((known is not None, found[-1].high - found[-1].low))
+    assert np.median(informed) < 0.85 * np.median(alone)
+    assert np.mean([w for known, w in widths if known]) < np.mean([w for k, w in widths if not k])
+
+
+def test_a_prior_of_other_runs_gives_way_to_measurements():
+    """Four runs that ended at 0.75 say little of one that has passed its middle at 0.45."""
+    rng = np.random.default_rng(11)
+    earlier = [SigmoidFit(*run_like(rng, last=1.0), floor=0.0, ceiling=1.0) for _ in range(4)]
+    at = np.linspace(0, 6, 40)
+    seen = curve(at, 0.2, 0.45, 0.3, 1.5)
+    fit = SigmoidFit(at, seen, floor=0.0, ceiling=1.0, prior=CurvePrior.of(earlier))
+    assert abs(fit.at(12.0).median - 0.45) < 0.02
+
+
+def test_a_prior_of_one_run_is_wide():
+    rng = np.random.default_rng(2)
+    fit = SigmoidFit(*run_like(rng, last=1.0), floor=0.0, ceiling=1.0)
+    one, four = CurvePrior.of([fit]), CurvePrior.of([fit] * 4)
+    assert (np.diag(one.covariance) > np.diag(four.covariance)).all()
+    assert one.mean == pytest.approx(four.mean)
+    with pytest.raises(InputError, match="at least one earlier run"):
+        CurvePrior.of([])
 
 
 def test_noise_alone_widens_the_band():
@@ -204,6 +271,32 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     assert picture.read_text().lstrip().startswith("<?xml")
     assert main(["forecast", bucket.url, "--of", "reward", "--compute", "seconds"]) == 0
     assert "with twice the compute" in capsys.readouterr().out
+
+
+def test_earlier_runs_are_read(tmp_path, capsys):
+    now = stored_run(tmp_path, events_of_run(30))
+    places = [str(tmp_path / name) for name in ("one", "two")]
+    for place in places:
+        stored_run(Path(place), events_of_run(60))
+    like = [word for place in places for word in ("--like", f"{place}/bucket")]
+    assert main(["forecast", now.url, "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main(["forecast", now.url, "--json", *like]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (alone["like"], found["like"]) == (0, 2)
+    width = [one["doubled"]["high"] - one["doubled"]["low"] for one in (alone, found)]
+    assert width[1] < width[0]
+    assert main(["forecast", now.url, *like]) == 0
+    assert "with what 2 earlier runs say" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_earlier_run_with_too_little_is_named(tmp_path, capsys):
+    now = stored_run(tmp_path, events_of_run())
+    short = stored_run(tmp_path / "short", events_of_run(10))
+    assert main(["forecast", now.url, "--like", short.url]) != 0
+    said = capsys.readouterr().err
+    assert "a forecast needs 5 measurements" in said
+    assert "short" in said
 
 
 @pytest.mark.parametrize(
