@@ -71,7 +71,7 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     ``k3`` is the mean k3 estimate of the divergence between sampler and trainer, before the step,
     in nats a token. ``clipped`` and ``rejected`` are shares of the tokens, ``kl`` is the mean
     penalty and ``entropy`` the mean entropy in nats, None if it was not computed
-    (`deltawire.train.loss.PolicyLoss`); ``completion_length`` and the three fields after it are
+    (`deltawire.train.loss.PolicyLoss`); ``completion_length`` and the six fields after it are
     those of `deltawire.train.statistics.GroupStatistics`. ``loss``, ``grad_norm`` and ``kl`` are
     None if they were not finite; without a ``grad_norm`` the step changed no weight.
     """
@@ -98,6 +98,9 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     truncated: float = 0.0
     reward_spread: float = 0.0
     zero_advantage: float = 0.0
+    thinking_length: float | None = None
+    forced_share: float | None = None
+    reused_length: float = 0.0
     families: dict[str, FamilyCounts] = {}
     causes: dict[str, int] = {}
     """Why groups were dropped, with counts."""

@@ -2,6 +2,7 @@
 
 import os
 import time
+import zlib
 
 
 def exact(completion: str, row: dict) -> float:
@@ -27,3 +28,8 @@ def dies(completion: str, row: dict) -> float:
 
 def sees_credentials(completion: str, row: dict) -> float:
     return float("AWS_SECRET_ACCESS_KEY" in os.environ)
+
+
+def mixed(completion: str, row: dict) -> float:
+    """Any completion succeeds as often as not, so that groups have a gradient."""
+    return float(zlib.crc32(completion.encode(errors="replace")) & 1)

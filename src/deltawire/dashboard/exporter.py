@@ -137,6 +137,7 @@ def _standing(status: RunStatus) -> Iterator[Metric]:
     served = _merged(status.gateways)
     yield _gauge("gateways", "Counters and rates of the live gateways", ["counter"], served)
     yield from _release(status)
+    yield from _thinking(status)
     yield _gauge("failures", "Recent failures, by cause", ["cause"], causes)
     found = {(legible(i.worker, 80), legible(i.kind, 80)): i.count for i in status.incidents}
     named = [(labels, float(count)) for labels, count in found.items()][:MAX_LABELS]
@@ -144,6 +145,26 @@ def _standing(status: RunStatus) -> Iterator[Metric]:
     quarantined = len({one.worker for one in status.incidents if one.quarantined})
     yield _gauge("workers_quarantined", "Workers whose groups are refused", [], [((), quarantined)])
     yield _gauge("probe", "Probes that the reward does not see", ["probe"], _merged(status.probes))
+
+
+def _thinking(status: RunStatus) -> Iterator[Metric]:
+    """Metrics of thinking budgets and of reused tokens."""
+    figures = (
+        ("thinking_tokens", "Mean tokens of thinking in a turn, newest step", "thinking_length"),
+        ("forced_close_share", "Share of turns closed by force, newest step", "forced_share"),
+        ("reused_tokens", "Mean tokens of an episode that another drew", "reused_length"),
+    )
+    for name, text, field in figures:
+        yield _gauge(name, text, [], [((), getattr(status, field))])
+    scores = {str(one.budget): one for one in status.heldout_budgets[:MAX_LABELS]}
+    of_budgets = (
+        ("budget_accuracy", "Held-out accuracy with a thinking budget", "accuracy"),
+        ("budget_tokens", "Mean tokens of a held-out answer with a thinking budget", "tokens"),
+        ("budget_forced_share", "Share of held-out answers closed by force", "forced"),
+    )
+    for name, text, field in of_budgets:
+        values = [((budget,), getattr(one, field)) for budget, one in scores.items()]
+        yield _gauge(f"heldout_{name}", text, ["budget"], values)
 
 
 def _release(status: RunStatus) -> Iterator[Metric]:

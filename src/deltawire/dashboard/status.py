@@ -163,6 +163,12 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The claims of workers that the trainer trusts without recomputing them."""
     alarm: str = ""
     """Why the latest steps moved nothing; empty if they moved something."""
+    thinking_length: float | None = None
+    """Mean tokens of thinking in a turn of the newest step, null without budgets; and the share of
+    turns whose thinking was closed by force."""
+    forced_share: float | None = None
+    reused_length: float | None = None
+    """Mean tokens of an episode of the newest step that another episode of its group drew."""
     forecast: Forecasted | None = None
     """The trainer's newest forecast; null without ``budget.stop_when``."""
     gateways: dict[str, float] = {}
@@ -291,6 +297,7 @@ class Watch:
             groups_stored=sum(beat.worker.stored for beat in beats.values() if beat.worker),
             heldout_sets=tested.sets if (tested := state.newest_evaluation) else {},
             heldout_budgets=tested.budgets if tested else [],
+            **_thinking(state),
             allocation=AllocationTotals.of(state),
             heldout_sources=lost.sources if (lost := state.newest_heldout_loss) else {},
             settings=trainer.settings if trainer else {},
@@ -411,6 +418,13 @@ def _line(name: str, state: RunState, fleet: Fleet, newest: int | None, now: flo
         age_s=max(0.0, now - beat.at) if beat else None,
         host=beat.host if beat else "",
     )
+
+
+def _thinking(state: RunState) -> dict[str, Any]:
+    """What the newest step says of thinking and of reused tokens; nothing without a step."""
+    steps = state.steps_in_order
+    names = ("thinking_length", "forced_share", "reused_length")
+    return {name: getattr(steps[-1], name) for name in names} if steps else {}
 
 
 def _phase(trainer: TrainerStatus | None, newest: int | None, lines: list[ProcessLine]) -> str:

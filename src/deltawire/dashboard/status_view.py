@@ -106,6 +106,7 @@ def _figures(status: RunStatus) -> Table:
             "reward spread",
             f"{_text('reward_spread', status)}, {_text('zero_advantage', status)} of groups equal",
         ),
+        *_thinking(status),
         (
             "loss",
             f"{_text('loss', status)}, entropy {_text('entropy', status)}",
@@ -284,3 +285,12 @@ def _counts(title: str, counts: dict[str, int] | dict[str, str]) -> Table:
     for cause, count in list(counts.items())[:MAX_ROWS]:
         table.add_row(Text(legible(cause, 90)), str(count))
     return table
+
+
+def _thinking(status: RunStatus) -> list[tuple[str, str, str, str]]:
+    """A row on thinking and on reused tokens; none in a run without them."""
+    if status.thinking_length is None and not status.reused_length:
+        return []
+    length, forced = figure(status.thinking_length), percent(status.forced_share, 0)
+    thinking = MISSING if status.thinking_length is None else f"{length} tokens, {forced} forced"
+    return [("thinking", thinking, "reused tokens", f"{figure(status.reused_length)} an answer")]

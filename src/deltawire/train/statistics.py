@@ -17,7 +17,10 @@ class GroupStatistics:
     the share of episodes that were cut off, at ``max_tokens`` or by a full context.
     ``reward_spread`` is the standard deviation of the rewards in a group (over n − 1), averaged
     over groups; ``zero_advantage`` the share of groups whose rewards are all equal, which move
-    nothing. All are 0 without an episode.
+    nothing. All are 0 without an episode. ``thinking_length`` is the number of tokens of thinking
+    in a turn, and ``forced_share`` the share of turns whose thinking was closed by force; None
+    without budgets. ``reused_length`` is the number of tokens of an episode that another episode
+    of its group drew; they are no part of ``completion_length``.
 
     Example::
 
@@ -28,12 +31,17 @@ class GroupStatistics:
     truncated: float = 0.0
     reward_spread: float = 0.0
     zero_advantage: float = 0.0
+    thinking_length: float | None = None
+    forced_share: float | None = None
+    reused_length: float = 0.0
 
     @classmethod
     def of(cls, groups: Sequence[Group], parts: Sequence[int] = ()) -> GroupStatistics:
         """Returns the figures of these groups; ``parts[i]`` consecutive ones are prompt i's."""
         lengths: list[int] = []
         cut: list[bool] = []
+        thoughts: list[tuple[int, bool]] = []
+        reused = 0
         earned: dict[int, list[float]] = {}
         counts = parts or [1] * len(groups)
         prompts = [number for number, count in enumerate(counts) for _ in range(count)]
@@ -41,7 +49,11 @@ class GroupStatistics:
             tokens: dict[int, int] = {}
             rewards: dict[int, float] = {}
             overlong = group.overlong_episodes
-            for _, episode, trajectory in group.trained():
+            for place, episode, trajectory in group.trained():
+                reused += int(group.whole(place).mask_T.sum() - trajectory.mask_T.sum())
+                if trajectory.thinking is not None:
+                    turns = trajectory.thinking.turns
+                    thoughts += [(count, ended == "forced") for count, ended in turns]
                 drawn = int(trajectory.mask_T.sum())
                 tokens[episode] = tokens.get(episode, 0) + drawn
                 rewards[episode] = trajectory.reward
@@ -54,4 +66,12 @@ class GroupStatistics:
         spreads = [
             0.0 if min(values) == max(values) else stdev(values) for values in earned.values()
         ]
-        return cls(fmean(lengths), fmean(cut), fmean(spreads), fmean(s == 0 for s in spreads))
+        return cls(
+            fmean(lengths),
+            fmean(cut),
+            fmean(spreads),
+            fmean(s == 0 for s in spreads),
+            fmean(count for count, _ in thoughts) if thoughts else None,
+            fmean(forced for _, forced in thoughts) if thoughts else None,
+            reused / len(lengths),
+        )

@@ -22,6 +22,7 @@ from deltawire.dashboard.state import RunState
 from deltawire.dashboard.status import ProcessLine, RunStatus, Spread, StalenessSplit
 from deltawire.dashboard.trackers import Forwarder, TensorBoard, open_tracker
 from deltawire.errors import InputError, RetryError
+from deltawire.estimates import BudgetScore
 from deltawire.events import Evaluated, Event, Life, Published, Step, Swapped
 from deltawire.store import open_bucket
 from deltawire.sync import create_run
@@ -72,8 +73,22 @@ STATUS = RunStatus(
     heldout_perplexity=12.2,
     heldout_loss_version=5,
     merge_kept=None,
-    heldout_area=None,
-    heldout_budgets=[],
+    heldout_area=0.6,
+    heldout_budgets=[
+        BudgetScore(
+            budget=budget,
+            accuracy=budget / 16,
+            pass_at={},
+            majority=0.5,
+            tokens=budget + 2.0,
+            tokens_per_correct=None,
+            forced=0.25,
+        )
+        for budget in (4, 8)
+    ],
+    thinking_length=5.5,
+    forced_share=0.75,
+    reused_length=3.0,
     heldout_sources={},
     staleness=StalenessSplit(
         bound=3,
@@ -166,6 +181,11 @@ def test_every_figure_under_its_name() -> None:
     assert value("k3_nats", statistic="max") == 1e-6
     assert value("groups", state="in_flight") == 4
     assert value("probe", probe="hidden tests") == 0.5
+    assert (value("thinking_tokens"), value("forced_close_share")) == (5.5, 0.75)
+    assert value("reused_tokens") == 3.0
+    assert value("heldout_budget_accuracy", budget="8") == 0.5
+    assert value("heldout_budget_tokens", budget="4") == 6.0
+    assert value("heldout_budget_forced_share", budget="4") == 0.25
     assert value("process_alive", process="w0", role="worker") == 0
     assert value("gateways", counter="captures_lost") == 2
     assert value("failures", cause='episode: "odd"··[31m\\') == 2

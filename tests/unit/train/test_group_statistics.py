@@ -10,7 +10,7 @@ from deltawire.config import LossConfig, parse_config
 from deltawire.train.batch import collate
 from deltawire.train.statistics import GroupStatistics
 from deltawire.train.step import advantages_of, batch_loss, totals_of
-from deltawire.wire.rollouts import Group, Trajectory
+from deltawire.wire.rollouts import Group, Reuse, Thinking, Trajectory
 
 
 def trajectory(tokens, reward, finish="stop", *, episode=-1, cause=""):
@@ -83,3 +83,28 @@ def _with_loss(config, loss):
 
     train = msgspec.structs.replace(config.train, loss=loss)
     return msgspec.structs.replace(config, train=train)
+
+
+def test_thinking_and_reused_tokens_are_counted():
+    """Per turn the thinking, per episode what another drew; neither without budgets and reuse."""
+
+    def one(count, *, thought, ended, reuse=None):
+        mask_T = np.ones(count, np.uint8)
+        mask_T[: reuse.count if reuse else 0] = 0
+        return Trajectory(
+            np.full(count, 65, np.int32), np.full(count, -1, np.float32),
+            np.zeros(count, np.int32), mask_T, 1.0, "stop",
+            thinking=Thinking(4, ((thought, ended),)), reuse=reuse,
+        )  # fmt: skip
+
+    rows = [
+        one(6, thought=4, ended="answered"),
+        one(5, thought=2, ended="forced", reuse=Reuse(0, 2)),
+        one(5, thought=3, ended="forced", reuse=Reuse(0, 3)),
+    ]
+    found = GroupStatistics.of([Group("w0", "n", "t", 1.0, np.array([66], np.int32), rows)])
+    assert found.thinking_length == pytest.approx(3)
+    assert found.forced_share == pytest.approx(2 / 3)
+    assert found.reused_length == pytest.approx(5 / 3)
+    assert found.completion_length == pytest.approx((6 + 3 + 2) / 3)
+    assert GroupStatistics().thinking_length is None

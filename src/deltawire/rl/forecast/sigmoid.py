@@ -218,7 +218,7 @@ class SigmoidFit:
         return _Weighted(shapes, start_SA[kept], plateaus_A[places], weight)
 
     def _prior_weights(self, plateaus_A: Floats) -> Floats:
-        """What earlier runs say of each point of the grid."""
+        """The logarithm of the prior at each point of the grid."""
         assert self._prior is not None
         points_K = self._parameters(
             np.repeat(np.arange(len(self._middles_S)), len(plateaus_A)),
