@@ -45,6 +45,11 @@ def test_contradictions_are_one_clear_error(thinking, words):
     assert len(text.splitlines()) == 1
 
 
+def test_a_budget_of_0_is_refused():
+    with pytest.raises(InputError, match=r"Expected `int` >= 1 - at `rollout.thinking.budgets"):
+        parsed(GOOD | {"budgets": [0]})
+
+
 def test_a_budget_above_the_context_is_refused():
     with pytest.raises(InputError, match=r"a budget of 300 exceeds rollout\.context = 256"):
         parsed(GOOD | {"budgets": [300]}, max_tokens=1000)

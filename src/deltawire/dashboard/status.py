@@ -421,7 +421,7 @@ def _line(name: str, state: RunState, fleet: Fleet, newest: int | None, now: flo
 
 
 def _thinking(state: RunState) -> dict[str, Any]:
-    """What the newest step says of thinking and of reused tokens; nothing without a step."""
+    """The figures of thinking and of reused tokens of the newest step; none without a step."""
     steps = state.steps_in_order
     names = ("thinking_length", "forced_share", "reused_length")
     return {name: getattr(steps[-1], name) for name in names} if steps else {}

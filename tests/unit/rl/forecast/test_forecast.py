@@ -315,6 +315,15 @@ def test_the_command_refuses(tmp_path, capsys, events, options, words):
     assert words in capsys.readouterr().err
 
 
+def test_a_forecast_of_three_points_is_refused(tmp_path, capsys):
+    bucket = stored_run(tmp_path, events_of_run(10))
+    assert main(["forecast", bucket.url, "--json"]) == 2
+    said = capsys.readouterr().err
+    assert "a forecast needs 5 measurements, one more than the sigmoid has parameters" in said
+    assert "there are 3" in said
+    assert "evaluate.every" in said
+
+
 def test_a_picture_shows_a_forecast_of_any_name(tmp_path):
     found = forecast_of(read_curve(events_of_run(), CONFIG, measure="accuracy", unit="versions"))
     plot_forecast(found, "$x_{", tmp_path / "f.png")
