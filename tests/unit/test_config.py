@@ -82,6 +82,7 @@ def test_the_tables_were_found():
         "train.adapter.targets",
         "train.adapter.use_rslora",
         "train.adapters",
+        "train.also_publish",
         "train.dropout",
         "train.fp32_head",
         "train.compaction",
@@ -223,6 +224,7 @@ OTHER = {
     "live.silent": 0.0,
     "train.packing": "off",
     "train.activation_checkpointing": "full",
+    "train.also_publish": ["fp8-block"],
     "device": "cpu",
     "train.compute": "bfloat16",
     "train.device": "cuda",
@@ -289,6 +291,7 @@ TOGETHER = {
         "rollout.allocation.bands",
         "rollout.reuse.episodes",
         "rollout.thinking",
+        "rollout.weights",
     ),
 }
 """Keys of which one alone is refused; other tests have them."""

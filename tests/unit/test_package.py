@@ -97,6 +97,7 @@ FLAGS = {
     | {
         "--version",
         "--follow",
+        "--precision",
         "--adapter",
         "--verify",
         "--threads",
@@ -107,6 +108,7 @@ FLAGS = {
     "relay": TRUST
     | {
         "--follow",
+        "--precision",
         "--start",
         "--keep-all",
         "--grace",

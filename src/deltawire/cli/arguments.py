@@ -53,6 +53,27 @@ def add_run_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_URL", help=f"the run's bucket: {BUCKET}")
 
 
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--precision``."""
+    parser.add_argument(
+        "--precision",
+        default="",
+        metavar="NAME",
+        help="an exporter of train.also_publish: read the versions that it published",
+    )
+
+
+def location_of(location: str, precision: str, trust: ReaderTrust) -> str:
+    """Returns the place of a run's versions in the ``--precision`` that was asked for; of the run
+    itself without one. Raises `InputError` if the run does not publish it."""
+    if not precision:
+        return location
+    from deltawire.runtime.lines import publication_bucket
+    from deltawire.runtime.trusted import open_trusted
+
+    return publication_bucket(open_trusted(location, trust), precision).url
+
+
 def add_json(parser: argparse.ArgumentParser, text: str = "print one JSON object") -> None:
     """Declares ``--json``."""
     parser.add_argument("--json", action="store_true", help=text)

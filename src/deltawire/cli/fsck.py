@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+from dataclasses import asdict
 
 from deltawire.cli.arguments import add_json, add_run_url, add_trust, trust_of
 from deltawire.cli.exit_codes import DAMAGED
@@ -25,19 +25,25 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from deltawire.dashboard.versions import print_check
+    from deltawire.launch.checking import check_published
     from deltawire.launch.progress import counting
     from deltawire.runtime.trusted import open_trusted
-    from deltawire.sync.maintain.fsck import check_run
 
     bucket = open_trusted(arguments.run, trust_of(arguments))
     with counting(hidden=arguments.json) as show:
-        found = check_run(
+        found, lines = check_published(
             bucket,
             deep=not arguments.quick,
             progress=lambda what, done, total: show(f"checking {what}", done, total),
         )
+    whole = found.whole and all(one.whole for one in lines.values())
     if arguments.json:
-        print(json.dumps({**dataclasses.asdict(found), "whole": found.whole}))  # noqa: T201
+        stated = {name: {**asdict(one), "whole": one.whole} for name, one in lines.items()}
+        print(json.dumps({**asdict(found), "lines": stated, "whole": whole}))  # noqa: T201
     else:
-        print_check(found, Console(highlight=False, soft_wrap=True))
-    return 0 if found.whole else DAMAGED
+        console = Console(highlight=False, soft_wrap=True)
+        print_check(found, console)
+        for name, one in lines.items():
+            console.print(f"line {name}:")
+            print_check(one, console)
+    return 0 if whole else DAMAGED

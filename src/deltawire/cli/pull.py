@@ -7,10 +7,12 @@ from pathlib import Path
 
 from deltawire.cli.arguments import (
     add_json,
+    add_precision,
     add_run_url,
     add_threads,
     add_trust,
     at_least,
+    location_of,
     trust_of,
 )
 from deltawire.errors import InputError
@@ -34,6 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="fetch only the adapter, and write DIR as PEFT does, as a plain folder",
     )
+    add_precision(parser)
     add_trust(parser)
     add_threads(parser)
     add_json(parser, "print a JSON object for each version")
@@ -47,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.adapter:
         if arguments.verify:
             raise InputError("--adapter and --verify exclude each other")
+        if arguments.precision:
+            raise InputError("--adapter and --precision exclude each other")
         pull_adapter(
             arguments.run,
             Path(arguments.directory),
@@ -58,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0
     pull_directory(
-        arguments.run,
+        location_of(arguments.run, arguments.precision, trust_of(arguments)),
         Path(arguments.directory),
         version=arguments.version,
         follow=arguments.follow,

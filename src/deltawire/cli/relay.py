@@ -8,10 +8,12 @@ from deltawire.cli.arguments import (
     BUCKET,
     add_json,
     add_key,
+    add_precision,
     add_retention,
     add_threads,
     add_trust,
     at_least,
+    location_of,
     trust_of,
 )
 
@@ -32,6 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--keep-all", action="store_true", help="keep the versions that the source has pruned"
     )
+    add_precision(parser)
     add_retention(parser)
     add_key(parser)
     add_trust(parser)
@@ -55,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         grace_s=arguments.grace * 3600,
     )
     relay_run(
-        arguments.source,
+        location_of(arguments.source, arguments.precision, trust_of(arguments)),
         arguments.destination,
         options,
         follow=arguments.follow,

@@ -28,7 +28,12 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.dashboard.live import screen
     from deltawire.dashboard.report import write_report
     from deltawire.launch.watching import Watcher, summary_of
-    from deltawire.rl.evaluate.attestation import attested, last_status, of_line
+    from deltawire.rl.evaluate.attestation import (
+        attested,
+        last_status,
+        of_line,
+        served_status,
+    )
     from deltawire.runtime.lines import line_bucket
     from deltawire.runtime.trusted import open_trusted
     from deltawire.sync import require_run
@@ -39,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     watcher = Watcher(config, bucket, console, plain=True)
     watcher.read()
-    verdicts = attested(bucket, last_status(bucket))
+    verdicts = attested(bucket, served_status(bucket, config, last_status(bucket)))
     for one in config.train.adapters:
         place = line_bucket(bucket, one.name)
         verdicts += of_line(one.name, attested(place, last_status(place)))

@@ -10,6 +10,16 @@ from deltawire.config.adapters import AdapterConfig, LineConfig
 from deltawire.config.sections import RunConfig
 
 
+def publication_config(config: RunConfig, exporter: str) -> RunConfig:
+    """Returns the configuration of the line that holds a run's versions by another exporter."""
+    return msgspec.structs.replace(
+        config,
+        name=f"{config.name[:40]}.{exporter}",
+        train=msgspec.structs.replace(config.train, exporter=exporter, also_publish=[]),
+        rollout=msgspec.structs.replace(config.rollout, weights=""),
+    )
+
+
 def line_config(config: RunConfig, name: str, *, base: str) -> RunConfig:
     """Returns the configuration of a run's line: that of a run with its adapter and its tasks.
 

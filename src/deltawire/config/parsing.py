@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from deltawire.config.base import Section
+from deltawire.config.base import QUANTIZED, Section
 from deltawire.config.scaffold import BUILT_IN_SCAFFOLDS, turn_limit
 from deltawire.config.sections import RunConfig
+from deltawire.config.served import published, samples_quantized, served_exporter
 from deltawire.errors import InputError
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -231,8 +232,11 @@ def _adapter_fault(config: RunConfig) -> tuple[str, str] | None:
             "retain.versions would delete version 0, the base of train.exporter merged",
             'set retain.versions = 0, or train.exporter = "bf16"',
         )
-    if train.quantized and (found := _quantized_fault(config)):
-        return f"train.exporter {train.exporter} {found[0]}", found[1]
+    if found := _publications_fault(config):
+        return found
+    if samples_quantized(config) and (found := _quantized_fault(config)):
+        key = "rollout.weights" if config.rollout.weights else "train.exporter"
+        return f"{key} {served_exporter(config)} {found[0]}", found[1]
     if config.rollout.engine == "vllm" and train.served_adapter.kind != "none":
         return train.served_adapter.vllm_fault()
     return None
@@ -248,6 +252,27 @@ def _quantized_fault(config: RunConfig) -> tuple[str, str] | None:
             "makes samplers compute with quantized weights, which the loss does not correct for",
             'set loss.ratio_base = "rollout", or add a [[train.loss.corrections]]',
         )
+    return None
+
+
+def _publications_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Finds a setting that contradicts publishing in several precisions: the reason and what to
+    do."""
+    train, served = config.train, config.rollout.weights
+    known = ", ".join(QUANTIZED)
+    for number, name in enumerate(train.also_publish):
+        if name in (train.exporter, *train.also_publish[:number]):
+            return f"train.also_publish names {name} twice", "name each exporter once"
+        if name not in QUANTIZED:
+            return f"train.also_publish: {name} does not quantize", f"name any of {known}"
+    if train.also_publish and train.exporter != "bf16":
+        reason = f"train.also_publish quantizes bf16, and train.exporter is {train.exporter}"
+        return reason, 'set train.exporter = "bf16"; rollout.weights chooses what workers serve'
+    if train.also_publish and (train.adapter.kind != "none" or train.adapters):
+        return "train.also_publish cannot quantize an adapter", "leave it out"
+    if served and served not in published(train):
+        reason = f"rollout.weights: this run publishes {', '.join(published(train))}, not {served}"
+        return reason, "name one of these, or add it to train.also_publish"
     return None
 
 

@@ -14,7 +14,7 @@ from deltawire.config.adapters import (
     adapters_contradiction,
 )
 from deltawire.config.allocation import AllocationConfig
-from deltawire.config.base import Count, Fraction, OwnDevice, Positive, Section
+from deltawire.config.base import Count, ExporterName, Fraction, OwnDevice, Positive, Section
 from deltawire.config.budget import BudgetConfig
 from deltawire.config.fleet import TrustConfig, WorkersConfig
 from deltawire.config.layout import layout_contradiction
@@ -170,6 +170,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     the run."""
     max_failed: Fraction = 0.5
     """Stop the run in any case once more than this share of the last 64 or more episodes failed."""
+    weights: Annotated[str, Meta(pattern=r"^[a-z0-9_-]{0,64}\Z")] = ""
+    """The exporter of the weights that workers and the evaluator serve, if not the run's."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """The precision of the engine; ``train.compute`` is the trainer's."""
     device: OwnDevice = ""
@@ -248,8 +250,10 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     minibatches: Count = 1
     """Optimizer steps of a version, each on an equal share of its groups. With several, ``old`` is
     the policy before the first of them."""
-    exporter: Annotated[str, Meta(pattern=r"^[a-z0-9_-]{1,64}\Z")] = "bf16"
+    exporter: ExporterName = "bf16"
     """The registered name in `deltawire.export.source` of the exporter of the model's weights."""
+    also_publish: list[ExporterName] = []
+    """Exporters that quantize, by which each version is published too, in a line for each."""
     anchor_every: Count = 50
     compaction: bool = False
     """Also make compacted deltas over longer strides, for readers that lag far behind the trainer.
@@ -310,11 +314,6 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             packed_layers=self.adapter.packed_layers,
             packed_matmul=self.adapter.packed_matmul,
         )
-
-    @property
-    def quantized(self) -> bool:
-        """Return whether samplers compute with quantized weights, and the trainer does not."""
-        return self.exporter.startswith(("fp8-block", "int4-g32", "mxfp4"))
 
     @property
     def largest_age(self) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from deltawire.config.sections import ParityConfig, RunConfig, WarnLimits
+from deltawire.config.base import QUANTIZED
+from deltawire.config.sections import ParityConfig, RunConfig, TrainConfig, WarnLimits
 
 EXACT = ("bf16", "f32")
 """Exporters that publish the values that the trainer computes with."""
@@ -56,9 +57,24 @@ class ServedPrecision(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(parts)
 
 
+def published(train: TrainConfig) -> list[str]:
+    """Returns the exporters by which each version is published; ``train.exporter`` is first."""
+    return [train.exporter, *train.also_publish]
+
+
+def served_exporter(config: RunConfig) -> str:
+    """Returns the exporter of the weights that workers sample from."""
+    return config.rollout.weights or config.train.exporter
+
+
+def samples_quantized(config: RunConfig) -> bool:
+    """Returns whether workers compute with quantized weights, which the trainer does not."""
+    return served_exporter(config) in QUANTIZED
+
+
 def served_precision(config: RunConfig) -> ServedPrecision:
     """Returns what a run's sampler serves, by its configuration."""
-    exporter = config.train.exporter
+    exporter = served_exporter(config)
     same = exporter in EXACT
     return ServedPrecision(
         trainer=config.train.compute,
@@ -76,8 +92,8 @@ def judged_parity(config: RunConfig) -> ParityConfig:
     A quantized sampler is compared with the values that it holds, so its limits stay: tokens are
     scored again with those, and the trainer's own scores count as drift.
     """
-    warn, train = config.parity.warn, config.train
-    if train.exporter in EXACT or train.quantized or warn.k3 != WarnLimits().k3:
+    warn, exact = config.parity.warn, served_exporter(config) in EXACT
+    if exact or samples_quantized(config) or warn.k3 != WarnLimits().k3:
         return config.parity
     loose = msgspec.structs.replace(warn, k3=ROUNDED_K3)
     return msgspec.structs.replace(config.parity, warn=loose)

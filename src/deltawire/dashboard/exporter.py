@@ -133,6 +133,9 @@ def _standing(status: RunStatus) -> Iterator[Metric]:
         ["state"],
         [(("in_flight",), status.groups_in_flight), (("stored",), status.groups_stored)],
     )
+    held = {name: float(version) for name, version in status.lines.items() if version is not None}
+    text = "The newest version in each further precision"
+    yield _gauge("line_version", text, ["line"], _merged(held))
     causes = _merged(status.failures)
     served = _merged(status.gateways)
     yield _gauge("gateways", "Counters and rates of the live gateways", ["counter"], served)

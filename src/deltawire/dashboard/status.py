@@ -36,8 +36,9 @@ from deltawire.reward_monitor.watch import describe_flag, excesses, flagged_in, 
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_window import RecentEvents
 from deltawire.runtime.fleet import Fleet, read_trainer
+from deltawire.runtime.lines import line_bucket
 from deltawire.store import Bucket
-from deltawire.sync import require_run
+from deltawire.sync import newest_version, require_run
 from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.wire import keys
 from deltawire.wire.captures import GatewayState
@@ -152,6 +153,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups_stored: int
     settings: dict[str, Any]
     precision: ServedPrecision | None = None
+    lines: dict[str, int | None] = {}
+    """The newest version in each precision of ``train.also_publish``."""
     failures: dict[str, int]
     probes: dict[str, float]
     processes: list[ProcessLine]
@@ -200,6 +203,7 @@ class Watch:
         self._clock = clock
         self._events = RecentEvents(bucket, window_s)
         self._newest: int | None = None
+        self._lines_held: dict[str, int | None] = {}
         self._poller: VersionPoller | None = None
         self._decisions: DecisionLog | None = None
 
@@ -273,6 +277,18 @@ class Watch:
             problems.append(f"readers pass over a manifest: {poller.alarm}")
         return self._newest if found is None else found.version
 
+    def _lines(self, config: RunConfig | None) -> dict[str, int | None]:
+        """The newest version of each line in a further precision; None if it cannot be read."""
+        found: dict[str, int | None] = {}
+        for name in config.train.also_publish if config else []:
+            held = self._lines_held.get(name)
+            try:
+                newer = newest_version(line_bucket(self._bucket, name), newer_than=held)
+            except InputError:  # The run's start has not come to this line yet.
+                newer = None
+            found[name] = self._lines_held[name] = held if newer is None else newer
+        return found
+
     def _status(
         self,
         run: Run,
@@ -302,6 +318,7 @@ class Watch:
             heldout_sources=lost.sources if (lost := state.newest_heldout_loss) else {},
             settings=trainer.settings if trainer else {},
             precision=served_precision(config) if config else None,
+            lines=self._lines(config),
             failures=failures_by_cause(state),
             probes=excesses(probes),
             processes=lines,

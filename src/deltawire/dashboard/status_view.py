@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import attrgetter
 
 from rich.console import Group, RenderableType
@@ -66,15 +67,26 @@ def view(status: RunStatus) -> RenderableType:
     if status.self_attested:
         words = "; ".join(legible(text, 300) for text in status.self_attested)
         parts += [Text(f"self-attested by workers: {words}", "dim")]
-    if status.precision is not None and status.precision.differs:
-        limit = f"parity warns above k3 {status.precision.warn_k3:g}"
-        parts += [Text(f"precision: {status.precision.words}; {limit}", "dim")]
+    parts += [Text(words, "dim") for words in _precisions(status)]
     if status.forecast is not None:
         parts += [Text(f"forecast: {forecast_words(status.forecast)}", "dim")]
     if status.alarm:
         parts += [Text(f"alarm: {legible(status.alarm, 300)}", "red")]
     parts += [Text(f"problem: {legible(text, 300)}", "yellow") for text in status.problems]
     return Group(*parts)
+
+
+def _precisions(status: RunStatus) -> Iterator[str]:
+    """Says in which further precisions versions are published, and what the sampler serves."""
+    if status.lines:
+        held = ", ".join(
+            f"{legible(name, 64)} {'none yet' if version is None else version}"
+            for name, version in sorted(status.lines.items())
+        )
+        yield f"also published: {held}"
+    if status.precision is not None and status.precision.differs:
+        limit = f"parity warns above k3 {status.precision.warn_k3:g}"
+        yield f"precision: {status.precision.words}; {limit}"
 
 
 def _figures(status: RunStatus) -> Table:

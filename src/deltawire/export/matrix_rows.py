@@ -13,9 +13,11 @@ Formats whose blocks are one row high exchange nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +27,7 @@ from deltawire.export.matrices import QuantizedMatrix
 from deltawire.export.shards import shard_of
 from deltawire.quantization.formats import PackedFormat
 from deltawire.quantization.sticky import peaks_of_rows
+from deltawire.sync.follow.mirror import Mirror
 
 
 class MatrixRows(NamedTuple):
@@ -46,19 +49,46 @@ def published_matrix_rows(
         shard = shard_of(source, held[source], rank=rank, dtype=torch.bfloat16)
         if shard is None:
             continue
-        values = cast(shard.bits, "BF16")
         first = shard.start // (held[source].numel() // held[source].shape[0])
-        for one in some:
-            if one.index is None:
-                yield MatrixRows(one, first, values)
-            elif first <= one.index < first + len(values):
-                yield MatrixRows(one, 0, one.of(values, first))
+        yield from _matrices_of(some, cast(shard.bits, "BF16"), first)
+
+
+def rows_of_mirror(
+    matrices: Mapping[str, Sequence[QuantizedMatrix]],
+    shapes: Mapping[str, tuple[int, ...]],
+    mirror: Mirror,
+) -> Iterator[MatrixRows]:
+    """Yields the rows of all matrices that a mirror of bf16 tensors holds, as views of it.
+
+    ``matrices`` are those of each tensor of ``shapes``.
+    """
+    for source, some in matrices.items():
+        bits = mirror.tensors.get(source)
+        if bits is None or not bits.size:
+            continue
+        values = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+        first = mirror.starts.get(source, 0) // math.prod(shapes[source][1:])
+        yield from _matrices_of(some, values.view(-1, *shapes[source][1:]), first)
+
+
+def _matrices_of(
+    some: Sequence[QuantizedMatrix], values: Tensor, first: int
+) -> Iterator[MatrixRows]:
+    """Yields the rows of the matrices of one tensor, of which ``values`` are rows from ``first``
+    on."""
+    for one in some:
+        if one.index is None:
+            yield MatrixRows(one, first, values)
+        elif first <= one.index < first + len(values):
+            yield MatrixRows(one, 0, one.of(values, first))
 
 
 class SharedBlocks:
-    """Agrees on the peaks of blocks whose rows lie on several ranks of the default process group.
+    """Agrees on the peaks of blocks whose rows lie on several ranks.
 
-    Which blocks of the ``matrices`` are shared is found at the first call, and stays.
+    ``group`` has all ranks; None is the default process group. A thread needs a separate group,
+    because all ranks must make the calls of a group in one order. Which blocks of the ``matrices``
+    are shared is found at the first call, and stays.
 
     Example::
 
@@ -66,8 +96,10 @@ class SharedBlocks:
         peaks = shared.agree(rows)  # by name; matrices without shared blocks have none
     """
 
-    def __init__(self, form: PackedFormat, matrices: Sequence[QuantizedMatrix]) -> None:
-        self._form = form
+    def __init__(
+        self, form: PackedFormat, matrices: Sequence[QuantizedMatrix], group: Any = None
+    ) -> None:
+        self._form, self._group = form, group
         self._matrices = [one for one in matrices if one.index is None and form.block[0] > 1]
         self._places: dict[str, dict[int, slice]] | None = None
         self._count = 0
@@ -94,7 +126,7 @@ class SharedBlocks:
         agreed = torch.zeros(self._count)
         for part, place in own:
             agreed[place] = part
-        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
         for part, place in own:
             part.copy_(agreed[place])
         return peaks
@@ -106,7 +138,7 @@ class SharedBlocks:
         own = {one.matrix.name: one.first for one in rows}
         firsts = torch.tensor([own.get(one.name, 0) for one in self._matrices])
         every = [torch.zeros_like(firsts) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, firsts)
+        dist.all_gather(every, firsts, group=self._group)
         high = self._form.block[0]
         places: dict[str, dict[int, slice]] = {}
         for one, found in zip(self._matrices, torch.stack(every, 1).tolist(), strict=True):

@@ -30,9 +30,14 @@ from torch.distributed.tensor import DTensor
 from deltawire.errors import InputError
 from deltawire.export.cast import CastWeights, cast, restore_part
 from deltawire.export.matrices import QuantizedMatrix, find_matrices, unquantized_layers
-from deltawire.export.matrix_rows import MatrixRows, SharedBlocks, published_matrix_rows
+from deltawire.export.matrix_rows import (
+    MatrixRows,
+    SharedBlocks,
+    published_matrix_rows,
+    rows_of_mirror,
+)
 from deltawire.export.shards import LocalShard, box_of, local_part, published_rows, rows_of_rank
-from deltawire.placement.layout import WIRE_DTYPES
+from deltawire.placement.layout import TORCH_DTYPES, WIRE_DTYPES
 from deltawire.placement.live import module_tensors, publish_views
 from deltawire.quantization.dequantize import dequantize
 from deltawire.quantization.formats import PackedFormat, open_format
@@ -103,6 +108,8 @@ class QuantizedWeights:
         self._by_source: dict[str, list[QuantizedMatrix]] = {}
         for one in self._matrices.values():
             self._by_source.setdefault(one.source, []).append(one)
+        held = module_tensors(model)
+        self._shapes = {source: tuple(held[source].shape) for source in self._by_source}
         self._unquantized = CastWeights(model, "BF16", without=self._by_source)
         self._shared = SharedBlocks(self._form, list(self._matrices.values()))
         self._scales: dict[str, Tensor] = {}
@@ -146,6 +153,33 @@ class QuantizedWeights:
             parts = self._quantized(one, peaks.get(one.matrix.name))
             found |= self._stored_rows(one, parts)
         return found
+
+    @torch.no_grad()
+    def derived(self, mirror: Mirror) -> dict[str, LocalShard]:
+        """Returns what is published of the weights of a mirror of the same model in bf16: the
+        ranges of which it holds the rows. All ranks call this together, with their ranges of one
+        version. Keeps the scales for the next call.
+
+        Does not read the model, so another thread may compute with it meanwhile: FSDP2 replaces the
+        parameters of a module whose state is read.
+        """
+        found = {}
+        for spec in self._unquantized.specs():
+            bits = mirror.tensors.get(spec.name)
+            if bits is not None:
+                values = torch.from_numpy(bits.view(f"i{bits.itemsize}"))
+                dtype = TORCH_DTYPES[spec.dtype]
+                found[spec.name] = LocalShard(values.view(dtype), mirror.starts.get(spec.name, 0))
+        rows = list(rows_of_mirror(self._by_source, self._shapes, mirror))
+        peaks = self._shared.agree(rows)
+        for one in rows:
+            parts = self._quantized(one, peaks.get(one.matrix.name))
+            found |= self._stored_rows(one, parts)
+        return found
+
+    def exchange_over(self, group: Any) -> None:
+        """Lets ranks exchange peaks over a process group for one thread of each rank."""
+        self._shared = SharedBlocks(self._form, list(self._matrices.values()), group)
 
     def wanted(self) -> dict[str, tuple[int, int] | None]:
         """See `WeightSource.wanted`."""

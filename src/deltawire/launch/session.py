@@ -37,6 +37,7 @@ from deltawire.rl.evaluate.attestation import (
     attested,
     last_status,
     of_line,
+    served_status,
     wait_for_workers,
 )
 from deltawire.runtime.children import Launcher
@@ -249,7 +250,7 @@ def _stages(
         require_same(job.config, run_config(existing.config, url=url), url=url)
         status = known_trainer(job.bucket)
         if status and status.phase == "finished" and status.version >= job.config.train.versions:
-            return attested(job.bucket, status)
+            return attested(job.bucket, served_status(job.bucket, job.config, status))
     else:
         check_start(job.config)
         if not _make_model(job, supervisor, watcher, stop):
@@ -268,6 +269,7 @@ def _stages(
         watcher.tick()
 
     silence_s = job.config.faults.silence_s
+    status = served_status(job.bucket, job.config, status)
     verdicts = wait_for_workers(job.bucket, status, tick, silence_s=silence_s)
     for one in job.config.train.adapters:
         place = line_bucket(job.bucket, one.name)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from deltawire.export.shards import LocalShard
 from deltawire.store import Bucket
 from deltawire.sync import CommitStats, Publisher, ShardPublisher, load_mirror
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.publish.sharded import load_ranges
-from deltawire.train.masters import MasterWeights
+from deltawire.train.parallel import TrainerMesh
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 
@@ -17,7 +18,8 @@ from deltawire.wire.seal import Signer
 def open_rank_publisher(
     bucket: Bucket,
     run: Run,
-    masters: MasterWeights,
+    mesh: TrainerMesh,
+    shards: Callable[[], Mapping[str, LocalShard]],
     *,
     version: int,
     epoch: int,
@@ -30,8 +32,9 @@ def open_rank_publisher(
 ) -> Publisher | ShardPublisher:
     """Returns the publisher of this rank's shards, which builds on ``version``.
 
-    ``epoch`` and ``session`` are the same on all ranks. A single process may pass ``head``, the
-    whole of that version, which the publisher takes over.
+    ``shards`` gives what this rank publishes now, of which only the ranges are read, and only where
+    there are several ranks. ``epoch`` and ``session`` are the same on all ranks. A single process
+    may pass ``head``, the whole of that version, which the publisher takes over.
     """
     settings: dict[str, Any] = {
         "epoch": epoch,
@@ -40,9 +43,8 @@ def open_rank_publisher(
         "on_commit": on_commit,
         "signer": signer,
     }
-    mesh = masters.mesh
     if mesh.ranks > 1:
-        ranges = {name: (one.start, one.bits.numel()) for name, one in masters.shards().items()}
+        ranges = {name: (one.start, one.bits.numel()) for name, one in shards().items()}
         mirror = load_ranges(bucket, run, ranges, at=version)
         return ShardPublisher(
             bucket, run, mirror, rank=mesh.rank, ranks=mesh.ranks, session=session, **settings

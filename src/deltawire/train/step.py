@@ -26,7 +26,7 @@ from torch import Tensor
 
 from deltawire.config import RunConfig
 from deltawire.config.scaffold import turn_limit
-from deltawire.config.served import judged_parity
+from deltawire.config.served import judged_parity, samples_quantized
 from deltawire.errors import BugError
 from deltawire.parity import NO_VERSION, BatchParity, ParityMeter
 from deltawire.parity.router_replay import RouteReplay, replay_of
@@ -288,7 +288,7 @@ class _TrainingStep:
         groups = with_reused_tokens(groups, config)
         policy = TrainedPolicy.of(masters.model, config.train)
         mesh = masters.mesh
-        if config.train.quantized:
+        if samples_quantized(config):
             version = NO_VERSION
         elif version is None:
             version = masters.steps

@@ -8,6 +8,7 @@ from rank_runs import VERSIONS, begin, digests, metadata_of
 from benchmarks.training.rank_runs import Start, run_starts
 from benchmarks.training.resumed import kill
 from deltawire.cli.main import main
+from deltawire.runtime.lines import line_bucket
 from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, require_run
 
@@ -45,4 +46,17 @@ def test_another_number_of_ranks_continues(tmp_path, before, after):
     assert [one.ranks for one in metadata_of(bucket)] == [before] * 3 + [after] * 3
     mirror = load_mirror(bucket, require_run(bucket))
     assert (mirror.version, mirror.digest.hex()) == (VERSIONS, digests(bucket)[-1])
+    assert main(["fsck", bucket.url]) == 0
+
+
+def test_killed_ranks_publish_both_precisions_of_each_version(tmp_path):
+    """Rank 0 dies with a version in bf16 and not quantized, and rank 1 with neither."""
+    bucket = begin(tmp_path, also_publish=["fp8-block-f32"], optimizer={"learning_rate": 1e-2})
+    whole = copied(bucket, tmp_path / "whole")
+    run_starts(whole, [Start()])
+    run_starts(bucket, [kill(0, "committed", 2), kill(1, "part", 4), Start()])
+    assert digests(bucket) == digests(whole)
+    line = digests(line_bucket(bucket, "fp8-block-f32"))
+    assert line == digests(line_bucket(whole, "fp8-block-f32"))
+    assert len(set(line)) == VERSIONS + 1
     assert main(["fsck", bucket.url]) == 0

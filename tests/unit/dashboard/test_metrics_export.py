@@ -36,6 +36,7 @@ TOKEN = "t-o-k-e-n"
 
 STATUS = RunStatus(
     name="seen",
+    lines={"fp8-block": 7, "int4-g32": None},
     release=ReleaseStatus(
         number=2,
         verdict="canary",

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deltawire import codec
 from deltawire.config import BuildConfig
 from deltawire.errors import InputError
 from deltawire.export.quantized import SCHEMES, serve_quantized
-from deltawire.export.source import digest_of, open_source
+from deltawire.export.source import bits_of, digest_of, open_source
 from deltawire.placement.live import module_tensors
 from deltawire.quantization.dequantize import dequantize
 from deltawire.quantization.formats import open_format
 from deltawire.quantization.sticky import RANGES, quantize_sticky
+from deltawire.sync.follow.mirror import Mirror
 from deltawire.train.build import build_model
 
 SIZES = {"hidden_size": 128, "layers": 1, "head_size": 32, "feed_forward_size": 128, "context": 64}
@@ -147,6 +149,21 @@ def test_a_weight_that_is_not_finite_is_named():
 def test_a_model_without_linear_layers_is_refused():
     with pytest.raises(InputError, match="no linear layers or experts"):
         open_source("mxfp4", torch.nn.Sequential(torch.nn.Embedding(4, 32)))
+
+
+@pytest.mark.parametrize("exporter", sorted(SCHEMES))
+def test_a_version_in_bf16_gives_the_tensors_without_the_model(exporter):
+    """Another thread may compute with the model meanwhile."""
+    model = model_of()
+    plain = open_source("bf16", model)
+    bits = {name: one.reshape(-1) for name, one in bits_of(plain).items()}
+    source = open_source(exporter, model)
+    digest = digest_of(source)
+    source._model = None
+    shards = source.derived(Mirror(bits, 0, codec.ZERO))
+    dtypes = {one.name: one.dtype for one in source.specs()}
+    found = {name: codec.bits_of(one.bits, dtypes[name]) for name, one in shards.items()}
+    assert codec.digest_model(found) == digest
 
 
 def test_an_exporter_that_does_not_quantize_serves_the_model_as_it_is():

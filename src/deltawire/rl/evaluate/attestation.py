@@ -6,10 +6,16 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from msgspec.structs import replace as replace_field
+
+from deltawire.config import RunConfig
+from deltawire.config.served import served_exporter
 from deltawire.errors import InputError, RetryError
 from deltawire.runtime.fleet import Fleet, read_trainer
+from deltawire.runtime.lines import publication_bucket
 from deltawire.store import Bucket
 from deltawire.store.retrying import RetryingBucket
+from deltawire.sync import read_manifest, require_run
 from deltawire.wire.status import Heartbeat, TrainerStatus
 
 AUDIT_PATIENCE_S = 120.0
@@ -98,6 +104,23 @@ def _compare(heartbeats: Iterable[Heartbeat], status: TrainerStatus) -> list[Att
                 Attestation(one.process, worker.version, identical, one.supervised, worker.stored)
             )
     return found
+
+
+def served_status(bucket: Bucket, config: RunConfig, status: TrainerStatus) -> TrainerStatus:
+    """Returns the status with the digest of the weights that workers serve, where these are of a
+    line of the run; raises `InputError` if the line lacks that version."""
+    if served_exporter(config) == config.train.exporter:
+        return status
+    place = RetryingBucket.over(publication_bucket(bucket, served_exporter(config)))
+    manifest = read_manifest(place, require_run(place), status.version)
+    if manifest is None:
+        raise InputError(
+            f"the line {served_exporter(config)} lacks version {status.version}",
+            hint="continue the run: its trainer publishes the version",
+            run=place.url,
+            version=status.version,
+        )
+    return replace_field(status, digest=manifest.digest)
 
 
 def last_status(bucket: Bucket) -> TrainerStatus:

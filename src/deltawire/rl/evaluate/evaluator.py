@@ -188,6 +188,7 @@ class _HeldoutFollower:
             seed=config.seed,
             slots=config.evaluate.slots,
             at=max(self._done, default=0),
+            weights=config.rollout.weights,
             stepwise=True,  # Every due version is measured, even if several arrive at once.
         )
         self._sets = named_sets(self._served, config)

@@ -29,7 +29,9 @@ from deltawire.export.models import (
 )
 from deltawire.export.quantized import serve_quantized
 from deltawire.placement.device import resolve_device
-from deltawire.runtime.process import RUN_PATIENCE_S, Process
+from deltawire.runtime.lines import publication_bucket
+from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
+from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import Follower, Steps, Update, newest_version
 from deltawire.wire.run import Run
 
@@ -58,35 +60,35 @@ def serve_policy(
     at: int | None = None,
     stepwise: bool = False,
     record_routes: bool = False,
+    weights: str = "",
 ) -> tuple[ServedPolicy, Steps]:
     """Opens ``engine`` on the run's model, at version ``at`` (None: the newest).
 
-    Waits for version 0 if nothing is committed yet. Raises `InputError` if the engine is unknown,
-    cannot run here or does not come up.
+    ``weights`` is the exporter of the versions to serve, one that the run publishes; by default
+    ``train.exporter``. Waits for version 0 if nothing is committed yet. Raises `InputError` if the
+    engine is unknown, cannot run here or does not come up.
     """
-    rollout = config.rollout
-    device = resolve_device(
-        config.device_of("evaluator" if process.role == "evaluator" else "worker")
-    )
+    rollout, device = config.rollout, _device_of(process, config)
     torch.set_num_threads(config.threads)
-    folder = fetch_model_files(process.bucket, run)
+    bucket, exporter = process.bucket, weights or config.train.exporter
+    if exporter != config.train.exporter:
+        bucket, run = _open_line(process, exporter)
+    folder = fetch_model_files(bucket, run)
     try:
         tokenizer = load_tokenizer(Path(folder.name))
-        text = text_of(config, tokenizer)
-        if rollout.thinking is not None:  # A model without marks is refused before it is loaded.
-            limits_of(text, rollout.thinking, rollout.thinking.largest)
-        _await_version(process)
+        text = _open_text(config, tokenizer)
+        _await_version(process, bucket)
 
         def build() -> Any:
             place = Path(folder.name)
             adapter = config.train.served_adapter
             model = open_policy(process.bucket, config, place, adapter=adapter, device=device)
-            return serve_quantized(model, config.train.exporter)
+            return serve_quantized(model, exporter)
 
         opened = open_engine(
             engine,
             EngineRequest(
-                bucket=process.bucket,
+                bucket=bucket,
                 run=run,
                 folder=Path(folder.name),
                 build_model=lambda: move_to(serve_as(build(), rollout.precision), device),
@@ -119,9 +121,29 @@ def serve_policy(
     return policy, opened.steps
 
 
-def _await_version(process: Process) -> None:
+def _device_of(process: Process, config: RunConfig) -> torch.device:
+    return resolve_device(
+        config.device_of("evaluator" if process.role == "evaluator" else "worker")
+    )
+
+
+def _open_text(config: RunConfig, tokenizer: Any) -> Text:
+    text, thinking = text_of(config, tokenizer), config.rollout.thinking
+    if thinking is not None:  # A model without marks is refused before it is loaded.
+        limits_of(text, thinking, thinking.largest)
+    return text
+
+
+def _open_line(process: Process, exporter: str) -> tuple[Bucket, Run]:
+    """Opens the line of a run's versions by another exporter; raises `InputError` if the run does
+    not publish them."""
+    bucket = RetryingBucket.over(publication_bucket(process.bucket, exporter))
+    run, _ = open_run(bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    return bucket, run
+
+
+def _await_version(process: Process, bucket: Bucket) -> None:
     """Waits until the run has a version; raises `InputError` if none appears."""
-    bucket = process.bucket
     deadline = time.monotonic() + RUN_PATIENCE_S
     while newest_version(bucket) is None:
         if process.stopping or time.monotonic() > deadline:

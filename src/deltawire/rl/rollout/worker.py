@@ -73,6 +73,7 @@ class Worker:
             engine=config.rollout.engine,
             seed=seed,
             record_routes=config.parity.routes != "off",
+            weights=config.rollout.weights,
         )
         self.phase: WorkerPhase = "sampling"
         self.attested: Digest | None = None

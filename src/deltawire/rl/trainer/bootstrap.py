@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from deltawire.config import RunConfig, require_same, run_config
-from deltawire.config.lines import line_config
+from deltawire.config.lines import line_config, publication_config
 from deltawire.engines.registry import check_tensors
 from deltawire.envs import open_tasks
 from deltawire.export.models import check_directory, load_tokenizer
 from deltawire.export.new_run import load_line, load_start, publish_start
-from deltawire.export.source import WeightSource, digest_of, is_lossy
+from deltawire.export.source import WeightSource, digest_of, is_lossy, open_source
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
@@ -47,12 +47,19 @@ def start_run(
     if config.midtrain is None:
         open_tasks(config.task, seed=config.seed).draw("check", 0)
     start = start or load_start(config, model_directory)
-    check_tensors(config.rollout.engine, start[1].specs())
+    publications = {one: open_source(one, start[0]) for one in config.train.also_publish}
+    served = publications.get(config.rollout.weights, start[1])
+    check_tensors(config.rollout.engine, served.specs())
     if newest_version(bucket) is None:
         if read_run(bucket) is not None:  # An earlier start ended before it committed version 0.
             check_same(bucket, config)
         publish_start(bucket, config, model_directory, start, signer=signer, run_id=run_id)
     keep_start(bucket, config, start)
+    for exporter, publication in publications.items():
+        place = line_bucket(bucket, exporter, create=True)
+        if newest_version(place) is None:
+            own = publication_config(config, exporter)
+            publish_start(place, own, model_directory, (start[0], publication))
     run = require_run(bucket, public_key=signer.public_key if signer else "")
     check_signer(bucket, run, signer)
     _, source = start

@@ -57,6 +57,11 @@ def run_trainer(
                 )
             start_lines(process.bucket, *source)
         elif source is not None:
+            if signer is not None and source[0].train.also_publish:
+                raise InputError(
+                    "a run that publishes in several precisions cannot be signed yet",
+                    hint="start it without --key, or leave out train.also_publish",
+                )
             start_run(process.bucket, *source, signer=signer, run_id=run_id)
         run, config = open_run(process.bucket)
         config = config if source is None else source[0]

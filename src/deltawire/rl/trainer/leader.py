@@ -116,6 +116,7 @@ class Leader(Generic[R]):
             keep=config.retain.versions,
             report=self._report,
             signer=signer,
+            lines=[(one.bucket, one.run) for one in self.rank.further.by_name.values()],
         )
 
     def _open_credits(

@@ -37,6 +37,7 @@ from deltawire.train.checkpoint import CheckpointWriter
 from deltawire.train.masters import MasterWeights
 from deltawire.train.parallel import TrainerMesh
 from deltawire.train.parallel.ranks import lost_ranks
+from deltawire.train.publications import Publications
 from deltawire.train.publishing import open_rank_publisher
 from deltawire.wire.decisions import ServedVersion
 from deltawire.wire.ledger import Ledger
@@ -112,7 +113,8 @@ class Rank(Generic[R_co]):
         self.publisher = open_rank_publisher(
             bucket,
             run,
-            self.masters,
+            self.mesh,
+            self.masters.shards,
             version=start.version,
             epoch=start.epoch,
             session=start.session,
@@ -120,6 +122,16 @@ class Rank(Generic[R_co]):
             compaction_strides=COMPACTION_STRIDES if train.compaction else (),
             signer=signer,
             on_commit=on_commit,
+        )
+        self.further = Publications(
+            bucket,
+            run,
+            self.masters.model,
+            self.mesh,
+            main=self.publisher,
+            train=train,
+            epoch=start.epoch,
+            session=start.session,
         )
         self.checkpoints = CheckpointWriter(bucket, self.mesh, run=run.id, confirm=confirm)
         self._saved = -1
@@ -182,7 +194,9 @@ class Rank(Generic[R_co]):
             )
         trained = self.masters.trained()
         self._check_merge(version)
-        self.version = self.publisher.publish(trained, partial=True, metadata=dict(metadata or {}))
+        self.version = self.further.publish(
+            lambda: self.publisher.publish(trained, partial=True, metadata=dict(metadata or {}))
+        )
         self.diverged = False
 
     def _check_merge(self, version: int) -> None:
@@ -199,6 +213,7 @@ class Rank(Generic[R_co]):
     def save(self, ledger: Ledger) -> bool:
         """Store a checkpoint in the background; returns whether there was anything to store."""
         self.publisher.flush()
+        self.further.flush()
         # A state with other weights than its version's cannot be resumed, and would replace one
         # that can.
         if self._saved == self.version or self.diverged:
@@ -216,7 +231,9 @@ class Rank(Generic[R_co]):
 
     def finish(self, ledger: Ledger) -> None:
         """Commit and save the current version, and check that the weights are those published."""
+        self.further.flush()
         self.publisher.close()
+        self.further.close()
         self.save(ledger)
         self.checkpoints.close()
         if self.masters.digest() != self.publisher.digest and not self.diverged:
@@ -227,6 +244,7 @@ class Rank(Generic[R_co]):
         # An error of the version under way was raised before, or follows the one that ends the run.
         with contextlib.suppress(DeltawireError):
             self.publisher.close()
+        self.further.__exit__(None, None, None)
         with contextlib.suppress(DeltawireError):
             self.checkpoints.close()
 

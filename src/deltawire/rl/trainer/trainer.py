@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -109,6 +110,8 @@ class Trainer(Leader[StepResult]):
         vocabulary = model.get_input_embeddings().num_embeddings
         self._read_groups(before, Bounds.of(config, vocabulary))
         serve = getattr(self.masters.source, "write_served", lambda _: None)
+        if (served := config.rollout.weights) in self.rank.further.by_name:
+            serve = partial(self.rank.further.serve, served)
         self.recheck = ParityRecheck(self.masters.model, config, report=self._report, serve=serve)
         self.rollbacks = RollbackWatch(self.bucket, run, checkpoints=config.retain.checkpoints)
         self.reaper = Reaper(self.bucket)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from deltawire.errors import DeltawireError
 from deltawire.store import Bucket
-from deltawire.sync import Pruned, prune
+from deltawire.sync import prune
 from deltawire.sync.maintain.retention import GRACE_S
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 
 
 class VersionRetention:
-    """Keeps the newest ``keep`` versions, those from the oldest checkpoint on, and those from the
-    one that serves users on; 0 keeps all.
+    """Keeps the newest ``keep`` versions of a run and of its ``lines``, those from the oldest
+    checkpoint on, and those from the one that serves users on; 0 keeps all.
 
     One call of `deltawire.sync.prune` runs at a time. Nothing depends on it: an error goes to
     ``report``, and the next checkpoint starts another call, which continues where it ended.
@@ -36,15 +36,15 @@ class VersionRetention:
         report: Callable[[str], None],
         grace_s: float = GRACE_S,
         signer: Signer | None = None,
+        lines: Sequence[tuple[Bucket, Run]] = (),
     ) -> None:
         self._signer = signer
-        self._bucket = bucket
-        self._run = run
+        self._places = [(bucket, run), *lines]
         self._keep = keep
         self._report = report
         self._grace_s = grace_s
         self._thread = ThreadPoolExecutor(1, "version-retention")
-        self._pending: Future[Pruned] | None = None
+        self._pending: Future[None] | None = None
 
     def start(self, *, newest: int, served: int | None = None) -> bool:
         """Start to prune, unless nothing is due or the last call still runs; returns whether it
@@ -56,15 +56,12 @@ class VersionRetention:
         cutoff = cutoff if served is None else min(cutoff, served)
         if not self._keep or cutoff < 1:
             return False
-        self._pending = self._thread.submit(
-            prune,
-            self._bucket,
-            self._run,
-            cutoff=cutoff,
-            grace_s=self._grace_s,
-            signer=self._signer,
-        )
+        self._pending = self._thread.submit(self._prune, cutoff)
         return True
+
+    def _prune(self, cutoff: int) -> None:
+        for bucket, run in self._places:
+            prune(bucket, run, cutoff=cutoff, grace_s=self._grace_s, signer=self._signer)
 
     def close(self) -> None:
         """Wait for the call that runs, and end the thread."""

@@ -205,6 +205,23 @@ class ShardPublisher:
         return self._writer.baseline.digest
 
     @property
+    def held(self) -> Mirror:
+        """The tensors of the newest committed version that this process holds. Do not write."""
+        return self._writer.baseline
+
+    @property
+    def staged(self) -> Mirror:
+        """The memory that the next `publish` copies weights to. It holds them until the `publish`
+        after the next. Read this after `flush`."""
+        return self._writer.staging
+
+    @property
+    def committing(self) -> Future[None] | None:
+        """The commit of the version in progress, for other threads to wait for; None without
+        one."""
+        return self._pending
+
+    @property
     def next_version(self) -> int:
         """The version number of the next `publish`, the same on all ranks unless an unreadable
         object occupies it meanwhile; see `Publisher.next_version`.

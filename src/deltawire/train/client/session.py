@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from deltawire.config import RunConfig
+from deltawire.config.base import QUANTIZED
 from deltawire.errors import CorruptError, InputError
 from deltawire.export.adapter import open_model
 from deltawire.export.models import check_directory, fetch_model_files, load_tokenizer
@@ -83,11 +84,17 @@ def new_run(
         )
     check_directory(model)
     load_tokenizer(model)
-    if config.train.quantized:
+    if config.train.exporter in QUANTIZED:
         raise InputError(
             f"a training client cannot continue from what train.exporter {config.train.exporter} "
             "publishes",
             hint='set train.exporter = "bf16"',
+            run=bucket.url,
+        )
+    if config.train.also_publish:
+        raise InputError(
+            "a training client publishes in one precision",
+            hint="leave out train.also_publish",
             run=bucket.url,
         )
     start = load_start(config, model)
@@ -158,7 +165,8 @@ class TrainingSession:
         publisher = open_rank_publisher(
             bucket,
             run,
-            masters,
+            masters.mesh,
+            masters.shards,
             version=begin.version,
             epoch=begin.epoch,
             session=begin.session,
