@@ -96,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps(plan))  # noqa: T201
             return 0
+        if plan["shadow"]:
+            print(f"shadow: {plan['shadow']} copies of requests, unseen by users")  # noqa: T201
         for stage in plan["stages"]:
             print(f"share {stage['share']:g}: {stage['outcomes']} outcomes")  # noqa: T201
         return 0

@@ -31,17 +31,23 @@ class CandidateFigures(msgspec.Struct, frozen=True, kw_only=True):
     def words(self) -> str:
         """Returns the figures in one line."""
         found = []
-        if self.snips is not None and self.doubly_robust is not None:
-            found.append(
-                f"estimated {self.snips:.3f} ± {self.snips_error or 0.0:.3f} (SNIPS), "
-                f"{self.doubly_robust:.3f} ± {self.doubly_robust_error or 0.0:.3f} (doubly robust)"
-            )
+        if self.snips is not None:
+            found.append(f"estimated {_with_error(self.snips, self.snips_error)} (SNIPS)")
+        if self.doubly_robust is not None:
+            robust = _with_error(self.doubly_robust, self.doubly_robust_error)
+            found.append(f"{robust} (doubly robust)")
         if self.live_candidate is not None:
             found.append(
                 f"users showed {self.live_candidate:.3f}, "
-                f"serving version {self.live_serving or 0.0:.3f}"
+                f"serving version {_with_error(self.live_serving, None)}"
             )
         return "; ".join([self.verdict, *found])
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
 
 
 def candidates_of(log: DecisionLog) -> list[CandidateFigures]:

@@ -293,6 +293,7 @@ def plan_of(releaser: Releaser, *, effect: float, rate: float) -> dict[str, Any]
     return {
         "effect": effect,
         "rate": rate,
+        "shadow": releaser.release.shadow,
         "stages": [
             {"share": share, "outcomes": count}
             for share, count in zip(releaser.release.stages, stages, strict=True)

@@ -139,6 +139,18 @@ def test_the_release_to_live_users_is_in_the_overview(page) -> None:
         assert words in card, words
     if folder := os.environ.get("WATCH_PICTURES"):
         visit.page.locator("#release").screenshot(path=f"{folder}/release.png")
+    figures = {"version": 20, "snips": 0.5, "snips_error": 0.04, "doubly_robust": 0.52}
+    figures |= {"doubly_robust_error": 0.03, "live_candidate": None, "live_serving": None}
+    release |= {"verdict": "shadow", "share": 0.0, "copies": 0.5, "figures": figures}
+    visit.open("/run/0/overview")
+    card = visit.text("#release")
+    for words in (
+        "20 on copies of 50 % of requests",
+        "estimated before users saw it",
+        "0.5 ± 0.04",
+    ):
+        assert words in card, words
+    assert "as users showed it" not in card
     release |= {"verdict": "rollback", "share": 0.0, "restores": 9}
     visit.open("/run/0/overview")
     assert "12 with the weights of version 9" in visit.text("#release")

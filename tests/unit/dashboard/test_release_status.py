@@ -1,5 +1,7 @@
 """The state of releases in status, problems, metrics and report."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 from live_gateway import published
@@ -7,11 +9,13 @@ from test_metrics_export import STATUS, Stub, scrape
 
 from deltawire.dashboard.problems import problems_of
 from deltawire.dashboard.release import release_of
-from deltawire.dashboard.report import _restores
+from deltawire.dashboard.report import _candidates, _restores
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.status import Watch
 from deltawire.events import Restored
+from deltawire.launch.watching import _candidates as candidates_in
 from deltawire.runtime.decision_log import DecisionLog
+from deltawire.store import open_bucket
 from deltawire.sync import require_run
 from deltawire.wire import keys
 from deltawire.wire.decisions import Decision, ServedVersion
@@ -97,3 +101,23 @@ def test_the_report_names_what_the_trainer_restored():
     ((name, words),) = _restores(state)
     assert name == "Rollback 3, followed by the trainer"
     assert "version 3 restores version 0 with a new optimizer" in words
+
+
+def test_the_report_lists_candidates_with_the_estimate_and_what_users_showed(bucket):
+    assert _candidates(SimpleNamespace(candidates=candidates_in(bucket))) == []
+    assert candidates_in(open_bucket("memory://", create=True)) == [], "there is no run"
+    estimate = {"estimate_snips": 0.4, "estimate_snips_error": 0.02, "estimate_doubly_robust": 0.41}
+    shown = {"live_candidate": 0.45, "live_serving": 0.4}
+    decide(
+        bucket,
+        *CANARY[:2],
+        ("canary", OLD, NEW, {"share": 0.25, "salt": "s", "evidence": estimate}),
+        ("rollback", OLD, NEW, {"evidence": shown}),
+        FORWARD,
+    )
+    ((name, words),) = _candidates(SimpleNamespace(candidates=candidates_in(bucket)))
+    assert name == "Candidate version 2, decision 3"
+    assert words == (
+        "rollback; estimated 0.400 ± 0.020 (SNIPS); 0.410 (doubly robust); "
+        "users showed 0.450, serving version 0.400"
+    )

@@ -57,6 +57,7 @@ def test_the_plan_names_answers_before_anyone_is_served(bucket, capsys):
     code, plan = live(capsys, "plan", bucket, "--effect", "0.1")
     assert code == 0
     assert [stage["share"] for stage in plan["stages"]] == [0.01, 0.05, 0.25, 0.5]
+    assert plan["shadow"] == 0
     assert plan["outcomes"] == sum(stage["outcomes"] for stage in plan["stages"])
 
 

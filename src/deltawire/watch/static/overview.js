@@ -225,12 +225,16 @@ function showFigures(place, found, { home }) {
 function releaseCard(release, home) {
   const version = (number_) => h("a", { href: `${home}/weights/${number_}` }, number(number_));
   const canary = release.candidate !== null && release.verdict !== "rollback";
+  const seen = release.figures;
   const counts = Object.entries(release.decisions).map(([verdict, count]) => `${verdict} ${number(count)}`).join(", ");
   return card("Release", { id: "release", caption: "Which version serves live users, by the newest decision in the bucket." }, pairs([
     ["serving", release.restores === null ? version(release.serving) : [version(release.serving), " with the weights of version ", version(release.restores)]],
-    canary ? ["candidate", [version(release.candidate), ` at ${percent(release.share, 0)} of users `, h("progress", { max: 1, value: release.share, "aria-label": "share of users on the candidate" })]] : null,
+    canary && release.copies ? ["candidate", [version(release.candidate), ` on copies of ${percent(release.copies, 0)} of requests, unseen by users`]] : null,
+    canary && !release.copies ? ["candidate", [version(release.candidate), ` at ${percent(release.share, 0)} of users `, h("progress", { max: 1, value: release.share, "aria-label": "share of users on the candidate" })]] : null,
     ["decision", [h("b", { class: release.verdict === "rollback" ? "bad" : null }, clean(release.verdict, 20)), release.waits_for ? `, waits for ${release.waits_for === "person" ? "a person" : clean(release.waits_for, 20)}` : "", ` · ${when(release.at)} by ${clean(release.by, 64)}`]],
     ["reason", clean(release.reason, 400) || MISSING],
+    seen && seen.snips !== null ? [`version ${number(seen.version)}, estimated before users saw it`, `${number(seen.snips)} ± ${number(seen.snips_error)} (SNIPS), ${number(seen.doubly_robust)} ± ${number(seen.doubly_robust_error)} (doubly robust)`] : null,
+    seen && seen.live_candidate !== null ? [`version ${number(seen.version)}, as users showed it`, `${number(seen.live_candidate)}; serving version ${number(seen.live_serving)}`] : null,
     ["decisions", counts + (release.void ? `; ${number(release.void)} void` : "")],
   ].filter(Boolean)));
 }
