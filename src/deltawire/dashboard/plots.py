@@ -32,6 +32,8 @@ ACTIVITIES: tuple[Activity, ...] = (
 _VARIABLES = ("ink", "muted", "grid", "accent", "second", "alarm", *ACTIVITIES)
 _PAINT = {name: f"#fe00{index:02x}" for index, name in enumerate(_VARIABLES)}
 
+MANY_TIMES = 16
+"""Budgets that differ by more than this factor are drawn on a logarithmic axis."""
 _WIDE, _HALF = 9.6, 4.6  # inches; the page sets both at 1.5 CSS pixels a point
 _FINEST = 2000  # columns across the timeline
 _MAX_BARS = 9000  # about 70 bytes each
@@ -215,24 +217,36 @@ def _budgets(state: RunState) -> str:
     measured = [version for version in sorted(state.evaluated) if state.evaluated[version].budgets]
     if not measured:
         return ""
-    figure, axes = _figure(_WIDE, 2.9, left=0.058, right=0.985, bottom=0.135)
+    figure, axes = _figure(_WIDE, 2.9, left=0.058, right=0.9, bottom=0.135)
     shown = sorted({measured[0], measured[len(measured) // 2], measured[-1]})
+    ends: list[tuple[float, int, str]] = []
+    at: list[int] = []
     for version in shown:
         scores = state.evaluated[version].budgets
         at, level = [one.budget for one in scores], [one.accuracy for one in scores]
         last = version == shown[-1]
         paint = _PAINT["accent" if last else "second"]
         axes.plot(at, level, color=paint, lw=2 if last else 1, marker="o", markersize=3.4)
+        ends.append((level[-1], version, paint))
+    axes.margins(x=0.03, y=0.15)
+    if at[-1] > MANY_TIMES * at[0]:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(at, [f"{budget:,}" for budget in at])
+        axes.minorticks_off()
+    _keep_to_shares(axes)
+    low, high = axes.get_ylim()
+    place = high + 0.05 * (high - low)
+    for end, version, paint in sorted(ends, reverse=True):
+        # Lines that end close to each other would have their names on top of each other.
+        place = min(end, place - 0.085 * (high - low))
         axes.annotate(
             f"version {version}",
-            (at[-1], level[-1]),
-            xytext=(-4, 5),
-            textcoords="offset points",
-            ha="right",
+            (1.01, place),
+            xycoords=("axes fraction", "data"),
+            va="center",
             color=paint,
+            annotation_clip=False,
         )
-    axes.margins(x=0.07, y=0.15)
-    _keep_to_shares(axes)
     axes.set_xlabel("thinking budget in tokens")
     return _svg(figure, "budgets")
 

@@ -99,6 +99,10 @@ class Reuse:
 
     ``source`` is the index in the group of the trajectory that drew them. If that is the
     trajectory itself, the tokens are its thinking, which others may share.
+
+    Example::
+
+        Reuse(source=0, count=12)   # the first 12 tokens are those of the group's trajectory 0
     """
 
     source: int

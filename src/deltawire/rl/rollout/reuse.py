@@ -40,7 +40,14 @@ class _RecordedCall:
 
 
 class RecordingSampler:
-    """Passes requests on to an engine, and keeps what it returned."""
+    """Passes requests on to an engine, and keeps what it returned.
+
+    Example::
+
+        recorded = RecordingSampler(engine)
+        await recorded.generate(prompt, Sampling(max_tokens=16))
+        recorded.calls   # [(len(prompt), completion)]
+    """
 
     active = 0
 

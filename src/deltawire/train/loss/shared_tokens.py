@@ -24,7 +24,12 @@ Episodes = Mapping[tuple[int, int], float]
 
 
 class TokenSpan(NamedTuple):
-    """The advantage of the tokens from ``start`` up to ``end`` of a trajectory."""
+    """The advantage of the tokens from ``start`` up to ``end`` of a trajectory.
+
+    Example::
+
+        spans[0, 2] = [TokenSpan(0, 12, 0.25)]   # group 0, trajectory 2
+    """
 
     start: int
     end: int
