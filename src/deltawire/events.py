@@ -149,7 +149,10 @@ class MergeKept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Published(_Event, tag="published", frozen=True, kw_only=True):
-    """A version was committed; the trainer was paused for ``blocked_ms``."""
+    """A version was committed; the trainer was paused for ``blocked_ms``.
+
+    An anchor that follows its version is recorded by the same event again, with the anchor's bytes.
+    """
 
     at: float
     version: int

@@ -305,7 +305,7 @@ class RunState:
                 self._groups_added += len(event.staleness)
                 _keep_latest(self.steps, event.version, event)
             case Published():
-                _keep_latest(self.published, event.version, event)
+                _keep_published(self.published, event)
             case Swapped():
                 process.holds(event.version)
                 _keep_latest(process.swaps, event.version, event)
@@ -485,6 +485,13 @@ class RunState:
         parts = [wait_and_busy(process.seconds(window)) for process in processes]
         wait, busy = sum(part[0] for part in parts), sum(part[1] for part in parts)
         return wait / (wait + busy) if wait + busy > 0 else None
+
+
+def _keep_published(events: dict[int, Published], event: Published) -> None:
+    """Keeps the later event of a version; of two at one time, that with its anchor's bytes."""
+    kept = events.get(event.version)
+    if kept is None or (event.at, event.bytes_anchor) >= (kept.at, kept.bytes_anchor):
+        events[event.version] = event
 
 
 def _keep_latest(events: dict[int, _Timed], key: int, event: _Timed) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from deltawire.errors import CorruptError
 from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket
 from deltawire.sync import committed_versions, read_manifest
+from deltawire.sync.chain.objects import read_compacted_delta
 from deltawire.sync.huggingface.identities import CHECKPOINT_RECORD
 from deltawire.sync.maintain.fsck import CheckedRun
 from deltawire.sync.publish.commit import STEP_RECORD
@@ -79,11 +81,14 @@ def list_versions(
         committed = [version for version in committed if version < below]
     shown = committed[-last:][::-1]
     bases: dict[int, list[int]] = {}
+    anchored: set[int] = set()
     after = keys.compacted_after(shown[-1] - 1) if shown and shown[-1] else None
     for key in bucket.list(keys.COMPACTED, after=after):
         base, target = keys.compacted_of(key) or (None, -1)
         if base is not None:
             bases.setdefault(target, []).append(base)
+        else:
+            anchored.add(target)
     rows = []
     for version in shown:
         row: dict[str, Any] = {"version": version, "kind": "missing", "delta": 0, "anchor": 0}
@@ -96,15 +101,28 @@ def list_versions(
             continue
         if manifest is None:
             continue
-        kinds = [name for name in ("delta", "anchor") if getattr(manifest, name) is not None]
-        row["kind"] = "pruned" if manifest.pruned else " + ".join(kinds)
-        row |= {name: getattr(manifest, name).bytes for name in kinds}
+        sizes = {
+            name: ref.bytes
+            for name, ref in (("delta", manifest.delta), ("anchor", manifest.anchor))
+            if ref is not None
+        }
+        if version in anchored and (size := _later_anchor_bytes(bucket, run, version)) is not None:
+            sizes.setdefault("anchor", size)
+        row["kind"] = "pruned" if manifest.pruned else " + ".join(sizes)
+        row |= sizes
         row |= {"digest": manifest.digest, "epoch": manifest.epoch}
         row["age_s"] = max(time.time() - manifest.created_at, 0.0)
         row["made_from"] = _made_from(manifest.metadata)
         step = manifest.metadata.get(STEP_RECORD)
         row["global_step"] = step if isinstance(step, int) else None
     return rows
+
+
+def _later_anchor_bytes(bucket: Bucket, run: Run, version: int) -> int | None:
+    with suppress(CorruptError):
+        made = read_compacted_delta(bucket, run, None, version)
+        return None if made is None else made.payload.bytes
+    return None
 
 
 def _made_from(metadata: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ from deltawire.sync.maintain.relay import Relay, Relayed
 from deltawire.sync.maintain.retention import Pruned, prune
 from deltawire.sync.publish.commit import CommitStats
 from deltawire.sync.publish.compaction import COMPACTION_STRIDES, Compactor
+from deltawire.sync.publish.later_anchors import AnchorStats
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.sync.publish.safetensors_files import read_safetensors
 from deltawire.sync.publish.sharded import ShardPublisher
@@ -36,6 +37,7 @@ from deltawire.sync.publish.sources import open_publisher
 
 __all__ = [
     "COMPACTION_STRIDES",
+    "AnchorStats",
     "Checkout",
     "Checkpoint",
     "CheckpointPublisher",

@@ -248,14 +248,27 @@ class Reader:
         """The bits of every tensor at ``version``: the newest anchor at or before it, and the
         deltas since."""
         way = [self.manifest(version)]
-        while not way[-1].get("anchor"):
+        while (anchor := self.anchor_of(way[-1])) is None:
             require(way[-1].get("base") is not None, "retention has taken this version")
             way.append(self.manifest(way[-1]["base"]))
-        tensors = self.anchor(way[-1], way[-1]["anchor"])
+        tensors = self.anchor(way[-1], anchor)
         for later, earlier in pairwise(reversed(way)):
             require(earlier["base_digest"] == later["digest"], "of another base")
             tensors = self.advance(tensors, earlier, earlier["delta"])
         return dict(zip(self.names, tensors, strict=True))
+
+    def anchor_of(self, manifest: dict[str, Any]) -> dict[str, Any] | None:
+        """The payload of a version's anchor, in its manifest or made later; None without one."""
+        if manifest.get("anchor"):
+            stated: dict[str, Any] = manifest["anchor"]
+            return stated
+        target = manifest["version"]
+        if self._get(f"weights/compacted/{target:010d}-anchor.json") is None:
+            return None
+        later = self.compacted(target, None)
+        require(later["digest"] == manifest["digest"], "an anchor of another digest")
+        payload: dict[str, Any] = later["payload"]
+        return payload
 
     def anchor(self, stated: dict[str, Any], ref: dict[str, Any]) -> list[list[int]]:
         """Every tensor from an anchor."""

@@ -68,6 +68,23 @@ def start_run(bucket: Bucket, *, seed: int = 0, chunk: int = CHUNK) -> Run:
     return create_run(bucket, run)
 
 
+class SteadyPublisher(Publisher):
+    """Finishes the anchor of a version before the next version begins, so that a drill makes its
+    requests in one order.
+
+    Example::
+
+        publisher = start_publisher(bucket)
+        publisher.publish(weights(0))
+        publisher.flush()
+    """
+
+    def flush(self) -> None:
+        """Waits for the version in progress and then for its anchor."""
+        super().flush()
+        self._anchors.wait()
+
+
 def start_publisher(
     bucket: Bucket,
     *,
@@ -75,7 +92,7 @@ def start_publisher(
     anchor_every: int = 3,
     compaction_strides: Sequence[int] = (),
     **options: Any,
-) -> Publisher:
+) -> SteadyPublisher:
     """Opens a publisher that continues from what is committed, with the next epoch.
 
     ``options`` go to `Publisher`.
@@ -87,7 +104,7 @@ def start_publisher(
         mirror = Mirror(blank, -1, codec.ZERO)
     head = read_manifest(bucket, run, mirror.version) if mirror.version >= 0 else None
     epoch = 0 if head is None else head.epoch + 1
-    return Publisher(
+    return SteadyPublisher(
         bucket,
         run,
         mirror,

@@ -7,7 +7,7 @@ from typing import Any
 
 from deltawire.export.shards import LocalShard
 from deltawire.store import Bucket
-from deltawire.sync import CommitStats, Publisher, ShardPublisher, load_mirror
+from deltawire.sync import AnchorStats, CommitStats, Publisher, ShardPublisher, load_mirror
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.publish.sharded import load_ranges
 from deltawire.train.parallel import TrainerMesh
@@ -28,6 +28,7 @@ def open_rank_publisher(
     compaction_strides: Sequence[int] = (),
     signer: Signer | None = None,
     on_commit: Callable[[CommitStats], None] | None = None,
+    on_anchor: Callable[[AnchorStats], None] | None = None,
     head: Mirror | None = None,
 ) -> Publisher | ShardPublisher:
     """Returns the publisher of this rank's shards, which builds on ``version``.
@@ -41,6 +42,7 @@ def open_rank_publisher(
         "anchor_every": anchor_every,
         "compaction_strides": compaction_strides,
         "on_commit": on_commit,
+        "on_anchor": on_anchor,
         "signer": signer,
     }
     if mesh.ranks > 1:

@@ -139,6 +139,13 @@ def parts_of(version: int, token: str) -> str:
     return f"{PARTS}{_number(version)}-{_checked(token)}/"
 
 
+def anchor_part(version: int, token: str, rank: int) -> str:
+    """Returns the key under which ``rank`` announces its part of the anchor of ``version``, which
+    the attempt ``token`` has committed.
+    """
+    return f"{parts_of(version, token)}anchor-{_number(rank)}.json"
+
+
 def refusal(version: int, token: str) -> str:
     """Returns the key under which a rank says why this attempt at ``version`` fails."""
     return f"{parts_of(version, token)}refused.json"

@@ -166,6 +166,7 @@ class Wire(RuleBasedStateMachine):
             number = publisher.publish(tensors)
             self.tried.setdefault(number, []).append(tensors)
             publisher.flush()
+            publisher.wait_for_anchor()
             assert publisher.version == number == self.committed()
         publisher.bucket.inner.heal()
         self.follow_up()

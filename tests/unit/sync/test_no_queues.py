@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from anchored import anchor_of
 from shard_ranks import RANKS, close, publish_all, rank_publisher
 
 from deltawire.store import REQUESTS, open_bucket
@@ -176,14 +177,14 @@ def test_the_newest_anchor_is_found_in_few_rounds(monkeypatch, near, local):
     publisher.close()
     run = start_run(inner)
     bucket = inner if local else SimulatedBucket(inner, latency_s=0.005)
-    expected = read_manifest(inner, run, 20).anchor
+    _, expected = anchor_of(inner, run, 20)
     found = anchors.find_anchor(bucket, run, newest=38)
     assert (found.bytes, len(found.pieces)) == (expected.bytes, expected.table.pieces)
     assert (
         anchors.find_anchor(bucket, run, newest=19).bytes
         == read_manifest(inner, run, 0).anchor.bytes
     )
-    inner.put(keys.manifest(20), b"damaged")
+    inner.put(keys.compacted(None, 20), b"damaged")
     assert (
         anchors.find_anchor(bucket, run, newest=38).bytes
         == read_manifest(inner, run, 0).anchor.bytes

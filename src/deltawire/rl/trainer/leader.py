@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 from deltawire.config import RunConfig
 from deltawire.errors import InputError
 from deltawire.events import MergeKept, Published
@@ -36,7 +38,7 @@ from deltawire.rl.trainer.settings import announce_settings
 from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.fleet import known_trainer, next_epoch
 from deltawire.runtime.process import Process
-from deltawire.sync import CommitStats, Publisher, ShardPublisher, newest_readable
+from deltawire.sync import AnchorStats, CommitStats, Publisher, ShardPublisher, newest_readable
 from deltawire.train.masters import MasterWeights
 from deltawire.wire.decisions import RestoreRecord, ServedVersion
 from deltawire.wire.ledger import CommitMetadata, Ledger
@@ -48,6 +50,9 @@ R = TypeVar("R")
 
 WAIT_S = 30.0
 """The other ranks hear from rank 0 at least this often while there is nothing to train on."""
+
+EVENTS_KEPT = 256
+"""An anchor that follows its version by more than this many versions is not reported."""
 
 MERGED_LAYERS = 64
 """Layers of which an event states what a merge kept."""
@@ -92,6 +97,8 @@ class Leader(Generic[R]):
             epoch=self.epoch,
             session=secrets.token_hex(12),
         )
+        self._published: dict[int, Published] = {}
+        """The events of the newest versions, to be repeated with the bytes of their anchors."""
         self._in_step = True
         """True while all ranks wait for the next order."""
         self._ordered_at = time.monotonic()
@@ -104,6 +111,7 @@ class Leader(Generic[R]):
             steps,
             signer=signer,
             on_commit=self._on_commit,
+            on_anchor=self._on_anchor,
             confirm=process.lease.confirm,
             long_task=process.heartbeat.long_task,
             stopping=process.is_stopping,
@@ -159,23 +167,36 @@ class Leader(Generic[R]):
         """Called by the publisher's thread."""
         self.credits.committed(receipt.version, receipt.digest)
         merge = self.rank.merges.pop(receipt.version, None)
-        self.process.events.record(
-            Published(
-                process=self.process.name,
-                at=time.time(),
-                version=receipt.version,
-                bytes_delta=receipt.bytes_delta,
-                bytes_full=receipt.bytes_full,
-                bytes_anchor=receipt.bytes_anchor,
-                changed=receipt.changed,
-                elements=receipt.elements,
-                blocked_ms=receipt.blocked_ms,
-                encode_ms=receipt.encode_ms,
-                upload_ms=receipt.upload_ms,
-                merge=None if merge is None else _kept(merge),
-                bytes_reused=receipt.bytes_reused,
-            )
+        event = Published(
+            process=self.process.name,
+            at=time.time(),
+            version=receipt.version,
+            bytes_delta=receipt.bytes_delta,
+            bytes_full=receipt.bytes_full,
+            bytes_anchor=receipt.bytes_anchor,
+            changed=receipt.changed,
+            elements=receipt.elements,
+            blocked_ms=receipt.blocked_ms,
+            encode_ms=receipt.encode_ms,
+            upload_ms=receipt.upload_ms,
+            merge=None if merge is None else _kept(merge),
+            bytes_reused=receipt.bytes_reused,
         )
+        self._published[receipt.version] = event
+        self._published.pop(receipt.version - EVENTS_KEPT, None)
+        self.process.events.record(event)
+
+    def _on_anchor(self, anchor: AnchorStats) -> None:
+        """Called by the publisher's anchor thread."""
+        event = self._published.get(anchor.version)
+        if anchor.error:
+            self._report(f"version {anchor.version} has no anchor yet: {anchor.error}")
+        elif event is not None:
+            self.process.events.record(
+                msgspec.structs.replace(
+                    event, bytes_anchor=anchor.bytes_anchor, bytes_reused=anchor.bytes_reused
+                )
+            )
 
     def _order(self, order: Order) -> None:
         """Tell the other ranks this one's next action. It must succeed before the next order,

@@ -32,7 +32,7 @@ from deltawire.rl.trainer.orders import (
 )
 from deltawire.rl.trainer.resume import Restoration, Resumed
 from deltawire.store import Bucket
-from deltawire.sync import COMPACTION_STRIDES, CommitStats
+from deltawire.sync import COMPACTION_STRIDES, AnchorStats, CommitStats
 from deltawire.train.checkpoint import CheckpointWriter
 from deltawire.train.masters import MasterWeights
 from deltawire.train.parallel import TrainerMesh
@@ -93,6 +93,7 @@ class Rank(Generic[R_co]):
         *,
         signer: Signer | None = None,
         on_commit: Callable[[CommitStats], None] | None = None,
+        on_anchor: Callable[[AnchorStats], None] | None = None,
         confirm: Callable[[], None] = lambda: None,
         long_task: LongTask = lambda _: contextlib.nullcontext(),
         stopping: Callable[[], bool] = lambda: False,
@@ -122,6 +123,7 @@ class Rank(Generic[R_co]):
             compaction_strides=COMPACTION_STRIDES if train.compaction else (),
             signer=signer,
             on_commit=on_commit,
+            on_anchor=on_anchor,
         )
         self.further = Publications(
             bucket,

@@ -176,11 +176,24 @@ class RouteFinder:
     def _search_coarsely(self) -> Iterator[Edge]:
         self.manifest(self.goal)
         starts: list[int] = [] if self.held is None else [self.held]
-        starts += [target for base, target in self._listed_compacted() if base is None][-1:]
+        if (anchor := self._newest_later_anchor()) is not None:
+            starts.append(anchor)
         for start in starts:
-            if self.held is None or start >= self.held:
-                self._walk(start)
+            self._walk(start)
         return self._known_edges()
+
+    def _newest_later_anchor(self) -> int | None:
+        """Reads the newest anchor that was made after its version's commit, if one is listed that
+        may be used.
+        """
+        banned = {edge.key for edge in self._banned}
+        for base, target in reversed(self._listed_compacted() if self._anchors else []):
+            if base is None and (self.held is None or target > self.held):
+                self._read_one_compacted(None, target)
+                found = (self._compacted or {})[None, target] is not None
+                if found and keys.compacted(None, target) not in banned:
+                    return target
+        return None
 
     def _walk(self, start: int) -> None:
         """Reads the edges from ``start`` to the goal, along the longest compacted deltas."""

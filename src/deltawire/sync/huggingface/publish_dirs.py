@@ -9,7 +9,7 @@ newest version unless the caller asks for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from deltawire.sync.huggingface.identities import (
 )
 from deltawire.sync.maintain.retention import GRACE_S, prune
 from deltawire.sync.publish.commit import CommitStats
+from deltawire.sync.publish.later_anchors import AnchorStats
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.sync.publish.safetensors_files import CheckpointDirError
 from deltawire.sync.publish.sources import open_publisher
@@ -123,6 +124,7 @@ class CheckpointPublisher:
         self._options = options
         self._publisher: Publisher | None = None
         self._stats: list[CommitStats] = []
+        self._anchors: list[AnchorStats] = []
         self._digests: dict[Path, tuple[Fingerprint, Digest]] = {}
         key = signer.public_key if signer else public_key
         self.run: Run | None = read_run(self.bucket, public_key=key)
@@ -288,7 +290,8 @@ class CheckpointPublisher:
                 expected=digest,
             )
             publisher.flush()
-        stats = self._stats.pop()
+        publisher.wait_for_anchor()
+        stats = self._with_anchor(self._stats.pop())
         if not blobs_stay(self.bucket, self.run, [BlobRef(f.blob, f.bytes) for f in files]):
             # Retention deleted them while this process was stalled: no version referred to them.
             put_files(self.bucket, checkpoint.files)
@@ -300,6 +303,14 @@ class CheckpointPublisher:
                 version=stats.version,
             )
         return stats
+
+    def _with_anchor(self, stats: CommitStats) -> CommitStats:
+        """Adds the bytes of the anchor that followed the version, if one did."""
+        made = [one for one in self._anchors if one.version == stats.version and not one.error]
+        self._anchors.clear()
+        if not made:
+            return stats
+        return replace(stats, bytes_anchor=made[0].bytes_anchor, bytes_reused=made[0].bytes_reused)
 
     def _open(
         self, checkpoint: Checkpoint, files: list[ModelFile], metadata: dict[str, Any]
@@ -314,6 +325,7 @@ class CheckpointPublisher:
             signer=self._signer,
             threads=self._threads,
             on_commit=self._stats.append,
+            on_anchor=self._anchors.append,
             **self._options,
         )
         self.run = publisher.run

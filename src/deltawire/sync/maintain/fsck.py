@@ -318,9 +318,10 @@ class _Check:
             step = self._step(compacted.base, compacted, compacted.payload, key)
             if compacted.base is None:
                 self._anchors.setdefault(compacted.version, []).append(step)
-            else:
-                self._steps.setdefault(compacted.version, []).append(step)
-                self._compacted_from.setdefault(compacted.base, []).append(step)
+                self.found.anchors += 1
+                continue
+            self._steps.setdefault(compacted.version, []).append(step)
+            self._compacted_from.setdefault(compacted.base, []).append(step)
             self.found.compacted += 1
 
     def _step(

@@ -209,7 +209,10 @@ class RegionAnchors:
         try:
             newer_than = max(self._done, version - WITHIN)
             due = [v for v in later_anchors(self._source, newer_than=newer_than) if v <= version]
-            there = set(later_anchors(self._destination, newer_than=newer_than)) if due else ()
+            there = set(later_anchors(self._destination, newer_than=newer_than)) if due else set()
+            if self._done < 0 and there:
+                # An earlier relay may have been killed before it checked that one's blobs.
+                there.remove(max(there))
             for target in due:
                 try:
                     if target not in there and (done := self.store(target)) is not None:

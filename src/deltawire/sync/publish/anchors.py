@@ -26,8 +26,10 @@ from deltawire.errors import CorruptError
 from deltawire.store import Bucket, in_parallel
 from deltawire.sync.chain.objects import (
     committed_versions,
+    later_anchors,
     missing_blobs,
     put_blob,
+    read_compacted_delta,
     read_manifest,
 )
 from deltawire.sync.chain.payloads import read_payload
@@ -40,8 +42,8 @@ from deltawire.sync.publish.encoding import (
     encode_anchors,
 )
 from deltawire.wire import keys
-from deltawire.wire.manifest import Manifest
-from deltawire.wire.payload import BlobRef, Payload, Piece
+from deltawire.wire.manifest import CompactedDelta, Manifest
+from deltawire.wire.payload import BlobRef, Payload, PayloadRef, Piece
 from deltawire.wire.run import Run
 
 NOTHING = Payload((), ())
@@ -96,28 +98,34 @@ def find_anchor(bucket: Bucket, run: Run, *, newest: int) -> Payload:
     """Reads the newest anchor up to version ``newest``; one without pieces if there is none that
     can be read. Manifests are read many at a time, from the newest down."""
 
-    def read(version: int) -> Manifest | None:
-        try:
-            return read_manifest(bucket, run, version)
-        except CorruptError:
-            return None
+    def read(version: int) -> tuple[Manifest | CompactedDelta, PayloadRef] | bool:
+        """Returns the anchor of a version, or whether an older version may have one."""
+        with suppress(CorruptError):
+            if version in later:
+                made = read_compacted_delta(bucket, run, None, version)
+                if made is not None:
+                    return made, made.payload
+            manifest = read_manifest(bucket, run, version)
+            if manifest is not None and manifest.anchor is not None:
+                return manifest, manifest.anchor
+            return manifest is None or not manifest.pruned
+        return True
 
     size = 1 if bucket.local else WINDOW
     below = newest + 1
     for first in (max(newest - NEAR, 0), 0):
         listed = committed_versions(bucket, newer_than=first - 1)
+        later = set(later_anchors(bucket, newer_than=first - 1))
         versions = [version for version in listed if version < below]
         below = first
         for end in range(len(versions), 0, -size):
             window = versions[max(end - size, 0) : end]
-            for manifest in reversed(in_parallel(bucket, read, window)):
-                if manifest is None:
-                    continue
-                if manifest.pruned:
+            for found in reversed(in_parallel(bucket, read, window)):
+                if found is False:
                     return NOTHING
-                if manifest.anchor is not None:
+                if isinstance(found, tuple):
                     with suppress(CorruptError):
-                        return read_payload(bucket, run, manifest, manifest.anchor)
+                        return read_payload(bucket, run, *found)
         if first == 0:
             break
     return NOTHING

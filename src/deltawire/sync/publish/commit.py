@@ -12,7 +12,7 @@ failed version is encoded again from what readers hold.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +30,13 @@ from deltawire.sync.chain.objects import (
 )
 from deltawire.sync.chain.payloads import store_payload, table_blobs
 from deltawire.sync.follow.mirror import Mirror
-from deltawire.sync.publish.anchors import NOTHING, find_anchor, restore_anchor, upload_anchor
+from deltawire.sync.publish.anchor_schedule import AnchorSchedule
+from deltawire.sync.publish.anchors import (
+    NOTHING,
+    find_anchor,
+    restore_anchor,
+    upload_anchor,
+)
 from deltawire.sync.publish.encoding import (
     BLOB_BYTES,
     Chunk,
@@ -43,10 +49,7 @@ from deltawire.sync.publish.merging import merge_parts
 from deltawire.wire import keys
 from deltawire.wire.coordination import Part
 from deltawire.wire.manifest import MAX_METADATA_BYTES, Manifest, encode_manifest
-from deltawire.wire.payload import (
-    Payload,
-    PayloadRef,
-)
+from deltawire.wire.payload import BlobRef, Payload, PayloadRef, add_sums
 from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
 
@@ -136,49 +139,6 @@ class CommitStats:
         )
 
 
-@dataclass
-class AnchorSchedule:
-    """Decides which versions are stored whole.
-
-    An anchor is due at every ``every``-th version, and once the deltas since the last anchor exceed
-    ``share`` times its bytes. 0 turns a rule off.
-    """
-
-    every: int = 50
-    share: float = 0.0
-    _since: int = 0
-    _anchor_bytes: int = 0
-
-    def due(self, version: int) -> bool:
-        """Returns whether ``version`` should be an anchor."""
-        if self.every and version % self.every == 0:
-            return True
-        return bool(self.share and self._anchor_bytes) and (
-            self._since > self.share * self._anchor_bytes
-        )
-
-    def count(self, manifest: Manifest) -> None:
-        """Counts a committed version."""
-        if manifest.anchor is not None:
-            self._since, self._anchor_bytes = 0, manifest.anchor.bytes
-        elif manifest.delta is not None:
-            self._since += manifest.delta.bytes
-
-    def resume(self, bucket: Bucket, run: Run, head: Manifest) -> None:
-        """Counts what earlier publishers committed, from the newest anchor up to ``head``."""
-        chain = [head]
-        while self.share and chain[-1].anchor is None and chain[-1].base is not None:
-            try:
-                before = read_manifest(bucket, run, chain[-1].base)
-            except CorruptError:
-                before = None
-            if before is None or before.pruned:
-                break  # Pruned or damaged: the other rule decides when the next anchor is due.
-            chain.append(before)
-        for manifest in reversed(chain):
-            self.count(manifest)
-
-
 class VersionWriter:
     """Takes one writer's weights from version to version along the commit path.
 
@@ -212,7 +172,7 @@ class VersionWriter:
         self.run = run
         self.epoch = epoch
         self.signer = signer
-        self._schedule = schedule
+        self.schedule = schedule
         self._threads = threads
         self._blob_bytes = blob_bytes
         self._frozen = frozenset(frozen)
@@ -297,13 +257,21 @@ class VersionWriter:
                 run=self.bucket.url,
                 version=self.baseline.version,
             )
-        self._schedule.resume(self.bucket, self.run, head)
+        self.schedule.resume(self.bucket, self.run, head)
         self.head_checked = True
 
     def encode(self) -> Encoded:
-        """Encodes and uploads the staged weights as a delta, and as an anchor if one is due."""
-        whole = self.first or bool(self._skipped) or self._schedule.due(self.next_version)
-        return self._encode(whole=whole)
+        """Encodes and uploads the staged weights as a delta, and where no delta leads, as an
+        anchor.
+        """
+        return self._encode(whole=self.whole)
+
+    @property
+    def whole(self) -> bool:
+        """True if the next version cannot be committed without an anchor: it begins the run, or
+        readers hold a version that nothing leads on from.
+        """
+        return self.first or bool(self._skipped)
 
     def _encode(self, *, whole: bool) -> Encoded:
         delta, anchor, changed = None, None, 0
@@ -316,12 +284,26 @@ class VersionWriter:
                 threads=self._threads, blob_bytes=self._blob_bytes,
             )  # fmt: skip
         if whole:
-            anchor = upload_anchor(
-                self.bucket, self.run, self.chunks, self.staging,
-                sums=sums, before=self._previous_anchor(), frozen=self._frozen,
-                threads=self._threads, blob_bytes=self._blob_bytes,
-            )  # fmt: skip
+            anchor, _ = self.upload_anchor(self.staging, sums)
         return Encoded(delta, anchor, sums, changed)
+
+    def upload_anchor(self, mirror: Mirror, sums: Mapping[Chunk, Digest]) -> tuple[Payload, int]:
+        """Encodes and uploads ``mirror``, which holds a committed version; returns the anchor, and
+        how many of its bytes were stored for the anchor before it.
+        """
+        payload = upload_anchor(
+            self.bucket, self.run, self.chunks, mirror,
+            sums=sums, before=self._previous_anchor(), frozen=self._frozen,
+            threads=self._threads, blob_bytes=self._blob_bytes,
+        )  # fmt: skip
+        return payload, sum(ref.bytes for ref in payload.blobs if ref.hash in self._listed)
+
+    def remember_anchor(self, payload: Payload, blobs: Sequence[BlobRef] | None = None) -> None:
+        """Makes ``payload`` the anchor whose blobs the next one may list again; ``blobs`` are those
+        of all parts.
+        """
+        self._anchor = payload
+        self._listed = {ref.hash for ref in (payload.blobs if blobs is None else blobs)}
 
     def _previous_anchor(self) -> Payload:
         if self._anchor is None:
@@ -354,6 +336,19 @@ class VersionWriter:
             delta=store(encoded.delta),
             anchor=store(encoded.anchor),
             changed=encoded.changed,
+        )
+
+    def anchor_part(self, manifest: Manifest, payload: Payload, *, rank: int, ranks: int) -> Part:
+        """Describes this writer's share of the anchor of a committed version."""
+        return Part(
+            run=self.run.id,
+            version=manifest.version,
+            rank=rank,
+            ranks=ranks,
+            epoch=self.epoch,
+            base_digest=codec.ZERO.hex(),
+            digest=add_sums([piece.sum for piece in payload.pieces]),
+            anchor=store_payload(self.bucket, self.run, payload, version=manifest.version),
         )
 
     def merge(
@@ -424,12 +419,11 @@ class VersionWriter:
         self.baseline, self.staging = self.staging, self.baseline
         before, self._sums = self._sums, encoded.sums
         self.differing = {c.name for c in self.chunks if before.get(c) != encoded.sums[c]}
-        self._schedule.count(manifest)
+        self.schedule.count(manifest)
         self._skipped = 0
         self.head_checked = True
         if encoded.anchor is not None:
-            self._anchor = encoded.anchor
-            self._listed = {ref.hash for ref in (self._merged or [encoded.anchor])[-1].blobs}
+            self.remember_anchor(encoded.anchor, (self._merged or [encoded.anchor])[-1].blobs)
 
     def restart_from(self, mirror: Mirror) -> None:
         """Makes another mirror the baseline."""

@@ -310,7 +310,7 @@ class CompactionThread:
             threads=threads,
             blob_bytes=blob_bytes,
         )
-        self._version = -1
+        self._version = self._first = -1
         self._wake = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -321,6 +321,7 @@ class CompactionThread:
             return
         with self._wake:
             self._version = version
+            self._first = version if self._first < 0 else self._first
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="compactor", daemon=True)
                 self._thread.start()
@@ -343,7 +344,8 @@ class CompactionThread:
                     self._wake.wait()
                 if self._version == done:
                     return
-                done = self._version
+                # The first call says where compaction begins, however many versions came since.
+                done = self._first if done < 0 else self._version
             self.error = self._compact(done)
 
     def _compact(self, version: int) -> DeltawireError | None:

@@ -40,11 +40,10 @@ def merge_parts(
     version, first = parts[0].version, parts[0].version == 0
     if any(part.base_digest != base_digest for part in parts):
         raise InputError("the ranks build on different weights", run=bucket.url, version=version)
-    delta = None if first else _merged(bucket, run, [part.delta for part in parts], stored or {})
-    whole = [part.anchor for part in parts]
-    anchor = (
-        _merged(bucket, run, whole, stored or {}) if any(ref is not None for ref in whole) else None
-    )
+    known = stored or {}
+    changes, whole = [part.delta for part in parts], [part.anchor for part in parts]
+    delta = None if first else merge_payloads(bucket, run, changes, known)
+    anchor = merge_payloads(bucket, run, whole, known) if any(whole) else None
     payload = anchor if delta is None else delta
     if payload is None:
         raise InputError("the first version has no anchor", run=bucket.url, version=version)
@@ -74,8 +73,8 @@ def merge_parts(
         version=version,
         base=base,
         base_digest=base_digest,
-        delta=_store(bucket, run, version, delta, stored or {}),
-        anchor=_store(bucket, run, version, anchor, stored or {}),
+        delta=_store(bucket, run, version, delta, known),
+        anchor=_store(bucket, run, version, anchor, known),
         digest=digest,
         epoch=parts[0].epoch,
         nonce=nonce,
@@ -102,7 +101,7 @@ def _store(
     return store_payload(bucket, run, payload, version=version)
 
 
-def _merged(
+def merge_payloads(
     bucket: Bucket,
     run: Run,
     refs: list[PayloadRef | None],

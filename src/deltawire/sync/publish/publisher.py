@@ -8,6 +8,7 @@ Concurrency::
         encode against the baseline, digest ▶ blobs ▶ manifest (create-if-absent)
                                                                 │ committed
         baseline ⇄ staging, on_commit(stats) ◀──────────────────┤
+    anchor thread: store it whole if due (see `later_anchors`) ◀┤
     compaction thread: compact what is due (see `compaction`) ◀─┘
 
 `commit` describes the steps from encoding to baseline; `sharded` does the same with many ranks.
@@ -30,8 +31,8 @@ from deltawire.errors import CorruptError, FencedError, InputError
 from deltawire.store import Bucket
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
+from deltawire.sync.publish.anchor_schedule import AnchorSchedule
 from deltawire.sync.publish.commit import (
-    AnchorSchedule,
     CommitStats,
     Encoded,
     VersionWriter,
@@ -40,6 +41,7 @@ from deltawire.sync.publish.commit import (
 from deltawire.sync.publish.compaction import COMPACTION_STRIDES, CompactionThread
 from deltawire.sync.publish.encoding import BLOB_BYTES
 from deltawire.sync.publish.given_tensors import check_mapping, memory_key
+from deltawire.sync.publish.later_anchors import AnchorStats, LaterAnchors
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.sync.publish.safetensors_files import StoredTensor
 from deltawire.wire.manifest import Manifest
@@ -73,7 +75,8 @@ class Publisher:
     ``mirror`` holds the bucket's newest version; the publisher takes ownership of it. If it is at
     version -1, the run has no version yet and the first `publish` makes version 0, an anchor.
     ``epoch`` must exceed that of every existing manifest. An anchor is made every ``anchor_every``
-    versions, and when the deltas since the last anchor exceed ``anchor_share`` times its bytes.
+    versions, and when the deltas since the last anchor exceed ``anchor_share`` times its bytes; it
+    follows its version, and ``on_anchor`` is then called in another thread.
     ``threads`` copy and encode; blobs are closed at ``blob_bytes``. ``newest`` is the run's newest
     version if it can no longer be loaded and ``mirror`` holds an older one. Tensors named in
     ``frozen`` are not expected to change: anchors list their blobs again instead of uploading them.
@@ -104,6 +107,7 @@ class Publisher:
         threads: int | None = None,
         blob_bytes: int = BLOB_BYTES,
         on_commit: Callable[[CommitStats], None] | None = None,
+        on_anchor: Callable[[AnchorStats], None] | None = None,
         newest: int = -1,
         frozen: Collection[str] = (),
     ) -> None:
@@ -122,6 +126,7 @@ class Publisher:
         self.bucket = self._writer.bucket
         self.run = run
         self._on_commit = on_commit
+        self._anchors = LaterAnchors(self._writer, on_anchor=on_anchor)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._copier = Copier(threads)
         self._pending: Future[None] | None = None
@@ -207,6 +212,7 @@ class Publisher:
         checked = self._writer.check_metadata(metadata)
         self.flush()
         self.settle()
+        self._anchors.leave(self._writer.staging)
         self._copier.copy(self._pairs(tensors, partial=partial))
         blocked_ms = (time.perf_counter() - started) * 1e3
         step = _Step(self._writer.next_version, checked, blocked_ms, files, expected)
@@ -245,6 +251,13 @@ class Publisher:
                 if self._pending.done():
                     self._pending = None
 
+    def wait_for_anchor(self) -> None:
+        """Waits until the version in progress is committed, as `flush` does, and until no anchor is
+        in progress.
+        """
+        self.flush()
+        self._anchors.wait()
+
     def settle(self) -> None:
         """Determines whether an unanswered commit took place, and counts it if so.
 
@@ -266,14 +279,15 @@ class Publisher:
         self._unanswered = None
 
     def close(self) -> None:
-        """Waits for the version in progress and the compactions that are due, and ends the
-        threads.
+        """Waits for the version in progress, and the anchor and compactions that are due, and ends
+        the threads.
         """
         try:
             if self._pending is not None:
                 self.flush()
         finally:
             self._pool.shutdown()
+            self._anchors.close()
             self._copier.close()
             self.compaction.close()
 
@@ -339,6 +353,8 @@ class Publisher:
     def _commit_step(self, step: _Step) -> None:
         started = time.perf_counter()
         self._writer.check_head()
+        if self._writer.whole:
+            self._anchors.wait()
         encoded = self._writer.encode()
         if step.expected is not None and encoded.digest != step.expected:
             raise InputError(
@@ -364,6 +380,7 @@ class Publisher:
     def _advance(self, attempt: _Attempt, encode_s: float, upload_s: float) -> None:
         manifest = attempt.manifest
         self._writer.advance(manifest, attempt.encoded)
+        self._anchors.consider(manifest, attempt.encoded.sums)
         self._unanswered = None
         self._nonces.clear()
         self.compaction.wake(manifest.version)

@@ -10,6 +10,7 @@ Concurrency::
       wait for the manifest ◀──────────────── create the manifest
       confirm own blobs (see `gc_intents`)    (the same)
       baseline ⇄ staging                      (the same); delete the parts in another thread
+      if an anchor is due, in another thread: the same for the anchor (see `later_anchors`)
 
 No request is made once a rank in series: a commit of 2,000 ranks takes the leader two pages of a
 listing and 2,000 reads, `REQUESTS` of them at once. Ranks that wait poll so rarely that all of them
@@ -36,15 +37,16 @@ from deltawire.store import Bucket, in_parallel
 from deltawire.sync.chain.objects import check_signed
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Mirror
+from deltawire.sync.publish.anchor_schedule import AnchorSchedule
 from deltawire.sync.publish.commit import (
-    AnchorSchedule,
     CommitStats,
-    Encoded,
     VersionWriter,
     create_manifest,
 )
 from deltawire.sync.publish.compaction import CompactionThread
 from deltawire.sync.publish.encoding import BLOB_BYTES
+from deltawire.sync.publish.later_anchors import AnchorStats, LaterAnchors
+from deltawire.sync.publish.merging import merge_payloads
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.wire import keys
 from deltawire.wire.coordination import (
@@ -56,11 +58,14 @@ from deltawire.wire.coordination import (
     decode_refusal,
 )
 from deltawire.wire.manifest import MAX_MANIFEST_BYTES, Manifest
-from deltawire.wire.payload import MAX_PIECES
+from deltawire.wire.payload import MAX_PIECES, Payload
 from deltawire.wire.run import Run, count_chunks
 from deltawire.wire.seal import Signer, seal
 
 LEADER = 0
+
+PartKey = Callable[[int, str, int], str]
+"""Maps version, session and rank to the key of a part."""
 
 WAITING_REQUESTS_PER_S = 2000.0
 """The most requests a second of all ranks that wait for a manifest: a third of what S3 states for
@@ -111,8 +116,8 @@ class ShardPublisher:
     tensor once. With version -1 in it the first `publish` makes version 0. ``session`` is the same
     on all ranks and must be new in this run; ``epoch`` is as for `Publisher`. After one failure the
     session is over: every later call raises the same error. On the leader, ``on_commit`` is called
-    after each commit, in the publisher's thread, and compacted deltas are made over
-    ``compaction_strides``.
+    after each commit, in the publisher's thread, ``on_anchor`` after each anchor, in another, and
+    compacted deltas are made over ``compaction_strides``.
 
     Example::
 
@@ -134,13 +139,13 @@ class ShardPublisher:
         epoch: int,
         session: str,
         anchor_every: int = 50,
-        anchor_share: float = 0.0,
         compaction_strides: Sequence[int] = (),
         timeout_s: float = 600.0,
         signer: Signer | None = None,
         threads: int | None = None,
         blob_bytes: int = BLOB_BYTES,
         on_commit: Callable[[CommitStats], None] | None = None,
+        on_anchor: Callable[[AnchorStats], None] | None = None,
     ) -> None:
         if not 0 <= rank < ranks:
             raise InputError(f"rank {rank} of {ranks}", hint="ranks count from 0")
@@ -149,7 +154,7 @@ class ShardPublisher:
             run,
             mirror,
             epoch=epoch,
-            schedule=AnchorSchedule(anchor_every, anchor_share),
+            schedule=AnchorSchedule(anchor_every, exact=True),
             signer=signer,
             threads=threads,
             blob_bytes=blob_bytes,
@@ -169,6 +174,11 @@ class ShardPublisher:
             signer=signer,
             threads=threads,
             blob_bytes=blob_bytes,
+        )
+        self._anchors = LaterAnchors(
+            self._writer,
+            on_anchor=on_anchor if rank == LEADER else None,
+            commit=self._commit_anchor,
         )
         self._submitted = -1
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shards")
@@ -275,6 +285,7 @@ class ShardPublisher:
                 self.flush()
         finally:
             self._pool.shutdown()
+            self._anchors.close()
             self._cleaner.shutdown()
             self._copier.close()
             self._compaction.close()
@@ -295,6 +306,7 @@ class ShardPublisher:
         found |= {name: kept[name] for name in rest if name in differing}
         differing.difference_update(rest)
         differing.update(shards)
+        self._anchors.leave(self._writer.staging)
         self._copier.copy((held[name], bits) for name, bits in found.items())
 
     def _commit(self, version: int, metadata: dict[str, Any], blocked_ms: float) -> None:
@@ -309,12 +321,17 @@ class ShardPublisher:
     def _commit_version(self, version: int, metadata: dict[str, Any], blocked_ms: float) -> None:
         started = time.perf_counter()
         self._writer.check_head()
+        if self._writer.whole:
+            self._anchors.wait()
         encoded = self._writer.encode()
         encoded_at = time.perf_counter()
-        self._create_part(version, encoded)
+        self._create_part(
+            keys.part(version, self._session, self.rank),
+            self._writer.part(encoded, rank=self.rank, ranks=self.ranks),
+        )
         changed = encoded.changed
         if self.rank == LEADER:
-            parts = self._await_parts(version)
+            parts = self._await_parts(version, keys.part)
             changed = sum(part.changed for part in parts)
             manifest, data = self._writer.merge(parts, nonce=self._session, metadata=metadata)
             manifest = self._check_mine(create_manifest(self._writer, manifest, data))
@@ -322,9 +339,10 @@ class ShardPublisher:
             manifest = self._await_manifest(version)
         self._writer.confirm(manifest, encoded)
         self._writer.advance(manifest, encoded)
+        self._anchors.consider(manifest, encoded.sums)
         if self.rank != LEADER:
             return
-        self._cleaner.submit(self._delete_parts, version)
+        self._cleaner.submit(self._delete_parts, version, keys.part)
         self._compaction.wake(version)
         if self._on_commit is not None:
             self._on_commit(
@@ -380,9 +398,35 @@ class ShardPublisher:
             version=version,
         )
 
-    def _create_part(self, version: int, encoded: Encoded) -> None:
-        key = keys.part(version, self._session, self.rank)
-        part = self._writer.part(encoded, rank=self.rank, ranks=self.ranks)
+    def _commit_anchor(self, manifest: Manifest, payload: Payload) -> None:
+        """Makes the anchor of a committed version from all ranks' parts of it; called by the anchor
+        thread of each rank.
+        """
+        version = manifest.version
+        try:
+            part = self._writer.anchor_part(manifest, payload, rank=self.rank, ranks=self.ranks)
+            self._create_part(keys.anchor_part(version, self._session, self.rank), part)
+            if self.rank == LEADER:
+                parts = self._await_parts(version, keys.anchor_part)
+                refs = [one.anchor for one in parts]
+                self._anchors.create(manifest, merge_payloads(self.bucket, self.run, refs, {}))
+                self._delete_parts(version, keys.anchor_part)
+            else:
+                self._await_anchor(version)
+        except Exception as error:
+            self._refuse(version, error)
+            raise
+
+    def _await_anchor(self, version: int) -> None:
+        key = keys.compacted(None, version)
+        deadline = time.monotonic() + self._timeout_s
+        while not self.bucket.exists(key):
+            self._check_refusal(version)
+            if time.monotonic() > deadline:
+                raise self._too_late("the anchor", version, key)
+            time.sleep(waiting_pause_s(self.bucket.poll_s, self.ranks, random.random()))
+
+    def _create_part(self, key: str, part: Part) -> None:
         data = seal(part, key=key, signer=self._writer.signer)
         if not self.bucket.create(key, data) and (
             self.bucket.get(key, limit=MAX_MANIFEST_BYTES) != data
@@ -394,20 +438,22 @@ class ShardPublisher:
                 key=key,
             )
 
-    def _await_parts(self, version: int) -> list[Part]:
+    def _await_parts(self, version: int, key_of: PartKey) -> list[Part]:
         """Returns all ranks' parts in order, read as listings show them.
 
         Raises `RetryError` if one is missing for too long, `ResyncError` if a rank refused.
         """
         prefix = keys.parts_of(version, self._session)
-        names = [keys.part(version, self._session, rank) for rank in range(self.ranks)]
+        names = [key_of(version, self._session, rank) for rank in range(self.ranks)]
         found: dict[int, Part] = {}
         deadline = time.monotonic() + self._timeout_s
         pause_s = FIRST_PAUSE_SHARE * self.bucket.poll_s
         while True:
             listed = set(self.bucket.list(prefix))
             new = [rank for rank, key in enumerate(names) if rank not in found and key in listed]
-            parts = in_parallel(self.bucket, lambda rank: self._read_part(version, rank), new)
+            parts = in_parallel(
+                self.bucket, lambda rank: self._read_part(version, rank, names[rank]), new
+            )
             found |= {part.rank: part for part in parts if part is not None}
             if len(found) == self.ranks:
                 return [found[rank] for rank in range(self.ranks)]
@@ -419,8 +465,7 @@ class ShardPublisher:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, self.bucket.poll_s)
 
-    def _read_part(self, version: int, rank: int) -> Part | None:
-        key = keys.part(version, self._session, rank)
+    def _read_part(self, version: int, rank: int, key: str) -> Part | None:
         data = self.bucket.get(key, limit=MAX_MANIFEST_BYTES)
         if data is None:
             return None
@@ -453,10 +498,10 @@ class ShardPublisher:
             raise self._writer.fence(found.version, "another publisher has committed this version")
         return found
 
-    def _delete_parts(self, version: int) -> None:
+    def _delete_parts(self, version: int, key_of: PartKey) -> None:
         def delete(rank: int) -> None:
             with suppress(DeltawireError):  # Retention removes those that remain.
-                self.bucket.delete(keys.part(version, self._session, rank))
+                self.bucket.delete(key_of(version, self._session, rank))
 
         in_parallel(self.bucket, delete, range(self.ranks))
 

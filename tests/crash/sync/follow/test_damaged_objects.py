@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from anchored import anchor_of
 
 from deltawire.errors import CorruptError
 from deltawire.store import open_bucket
@@ -56,7 +57,9 @@ def follow(bucket, run, mirror):
 def needed(bucket, run, version):
     """The blobs without which a version cannot be had in any way."""
     manifests = [read_manifest(bucket.inner, run, number) for number in range(version + 1)]
-    anchor = max(m.version for m in manifests if m.anchor is not None)
+    anchor = max(
+        m.version for m in manifests if anchor_of(bucket.inner, run, m.version) is not None
+    )
     return {
         keys.blob(r.hash) for m in manifests[anchor + 1 :] for r in read_blobs(bucket, run, m.delta)
     }

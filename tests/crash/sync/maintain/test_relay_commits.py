@@ -1,12 +1,20 @@
 """A relay commits what it copied and checked by name; readers decode, and refuse what is wrong."""
 
+import threading
+
 import msgspec
 import pytest
+from key_meter import KeyMeter
 
 from deltawire.errors import CorruptError
-from deltawire.store import open_bucket
+from deltawire.store import DelegatingBucket, open_bucket
 from deltawire.sync import Relay, Subscriber, load_mirror, read_manifest
-from deltawire.sync.chain.objects import get_blob, put_blob
+from deltawire.sync.chain.objects import (
+    get_blob,
+    later_anchors,
+    put_blob,
+    read_compacted_delta,
+)
 from deltawire.sync.chain.payloads import read_payload, store_payload
 from deltawire.sync.follow.fetch import piece_hash
 from deltawire.sync.maintain import region_anchors
@@ -14,7 +22,7 @@ from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import flip_bit
 from deltawire.testing.tiny import audit, same_bits, start_publisher, weights
 from deltawire.wire import keys
-from deltawire.wire.manifest import encode_manifest
+from deltawire.wire.manifest import encode_compacted, encode_manifest
 from deltawire.wire.payload import Payload
 
 
@@ -82,3 +90,74 @@ def test_a_poisoned_version_is_refused_by_readers_there_as_here():
     assert reader.advance()
     assert same_bits(reader.mirror.tensors, weights(4))
     assert {fault.version for fault in check_run(destination).faults} == {1, 2}
+
+
+class Held(DelegatingBucket):
+    """Holds puts of blobs back until told, after the first ``free`` of them."""
+
+    def __init__(self, inner, *, free):
+        super().__init__(inner)
+        self.free, self.go, self.waiting = free, threading.Event(), threading.Event()
+
+    def put(self, key, data):
+        if key.startswith(keys.BLOBS):
+            self.free -= 1
+            if self.free < 0:
+                self.waiting.set()
+                assert self.go.wait(250)
+        super().put(key, data)
+
+
+def test_a_slow_anchor_holds_no_version_back():
+    source, inner = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 9, anchor_every=3)
+    deltas = 10  # And the anchor of version 0.
+    destination = Held(inner, free=deltas)
+    relay = Relay(source, destination, start=0, strides=())
+    while relay.version < 9:
+        assert relay.step() is not None
+    assert destination.waiting.wait(250), "the anchor of version 3 is being stored"
+    assert audit(inner, weights) == 9
+    assert later_anchors(inner, newer_than=-1) == []
+    destination.go.set()
+    relay.advance()
+    relay.close()
+    assert later_anchors(inner, newer_than=-1) == [3, 6, 9]
+    assert set(inner.list("")) == set(source.list(""))
+
+
+def test_anchors_are_made_after_a_stop_before_them(monkeypatch):
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 7, anchor_every=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(region_anchors.RegionAnchors, "wake", lambda *_: None)
+        stopped = Relay(source, destination, start=0, strides=())
+        while stopped.step() is not None:
+            pass
+        stopped.close()
+    assert later_anchors(destination, newer_than=-1) == []
+    metered = KeyMeter(source)
+    relay = Relay(metered, destination, strides=())
+    done = []
+    assert relay.advance(done.append) == 0
+    relay.close()
+    made = {one.version: one for one in done}
+    assert made.keys() == {3, 6}
+    assert all(one.kind == "anchor" and one.anchor_made and not one.anchor_copied for one in done)
+    assert later_anchors(destination, newer_than=-1) == [3, 6]
+    assert not [key for key in metered.read_keys if key.startswith(keys.BLOBS)], "none crosses"
+    assert check_run(destination).faults == []
+
+
+def test_an_anchor_of_another_model_is_not_taken():
+    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    run = publish(source, 0, 4, anchor_every=3)
+    later = read_compacted_delta(source, run, None, 3)
+    wrong = msgspec.structs.replace(later, digest="0" * 32)
+    source.put(keys.compacted(None, 3), encode_compacted(wrong))
+    relay = Relay(source, destination, start=0, strides=())
+    assert relay.advance() == 5
+    assert "anchor" in str(relay.anchors.error) or "payload" in str(relay.anchors.error)
+    relay.close()
+    assert later_anchors(destination, newer_than=-1) == []
+    assert audit(destination, weights) == 4

@@ -3,6 +3,7 @@
 from contextlib import suppress
 
 import pytest
+from anchored import anchor_payload
 
 from deltawire.errors import (
     CorruptError,
@@ -14,7 +15,6 @@ from deltawire.errors import (
 from deltawire.store import open_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest
 from deltawire.sync.chain import objects as chain
-from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, no_answer
 from deltawire.testing.tiny import same_bits, start_publisher, start_run, weights
@@ -102,7 +102,7 @@ def test_without_an_anchor_that_is_there_nothing_is_deleted(bucket):
     before = stored(bucket)
     assert prune(bucket, run, cutoff=-1, grace_s=0).anchor is None
     for version in (8, 4):
-        for ref in read_blobs(bucket, run, read_manifest(bucket, run, version).anchor):
+        for ref in anchor_payload(bucket, run, version).blobs:
             bucket.hide(keys.blob(ref.hash))
     found = prune(bucket, run, cutoff=NEWEST, grace_s=0)
     assert found.anchor == 0

@@ -95,7 +95,7 @@ def place(request, new_bucket):
 
 def audit(bucket, *, only_head=False):
     """Every committed version, or the newest, holds what the life that its manifest names has
-    published. Returns the newest version, and the names of blobs that no manifest names: somebody
+    published. Returns the newest version, and the names of blobs that no object names: somebody
     was killed between the two."""
     bucket = snapshot(bucket)
     run, newest = read_run(bucket), newest_version(bucket)
@@ -108,8 +108,9 @@ def audit(bucket, *, only_head=False):
         check_bucket(bucket, published)
     elif newest is not None:
         assert same_bits(load_mirror(bucket, run).tensors, published(newest))
-    manifests = b"".join(bucket.get(key, limit=LIMIT) for key in bucket.list(keys.MANIFESTS))
-    unnamed = [key for key in bucket.list(keys.BLOBS) if key[-64:].encode() not in manifests]
+    names = [*bucket.list(keys.MANIFESTS), *bucket.list(keys.COMPACTED)]
+    objects = b"".join(bucket.get(key, limit=LIMIT) for key in names)
+    unnamed = [key for key in bucket.list(keys.BLOBS) if key[-64:].encode() not in objects]
     return -1 if newest is None else newest, unnamed
 
 

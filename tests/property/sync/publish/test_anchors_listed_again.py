@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from anchored import anchor_of, anchor_payload
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -36,19 +37,17 @@ def start(bucket, *, frozen=(), **options):
 
 
 def blobs(bucket, run, version):
-    manifest = read_manifest(bucket, run, version)
-    return {
-        ref.hash: ref.bytes for ref in read_payload(bucket, run, manifest, manifest.anchor).blobs
-    }
+    return {ref.hash: ref.bytes for ref in anchor_payload(bucket, run, version).blobs}
 
 
 def test_a_frozen_base_crosses_once():
     bucket, stats = open_bucket("memory://"), []
-    publisher = start(bucket, frozen=BASE.keys(), on_commit=stats.append)
+    publisher = start(bucket, frozen=BASE.keys(), on_anchor=stats.append)
     held = everything()
     for version in range(1, 9):
         held |= drawn(ADAPTER, version)
         publisher.publish(drawn(ADAPTER, version), partial=True)
+        publisher.wait_for_anchor()
     publisher.close()
     run = publisher.run
     first = blobs(bucket, run, 0)
@@ -59,7 +58,7 @@ def test_a_frozen_base_crosses_once():
         # Random bits do not compress, so the blobs of the base take at least its bytes.
         assert shared >= base_bytes
         assert sum(listed.values()) - shared < 2 * sum(ADAPTER.values()) * 1.5
-        assert stats[version].bytes_reused == shared
+        assert {one.version: one.bytes_reused for one in stats}[version] == shared
         found = load_mirror(bucket, run, at=version)
         assert found.version == version
     assert all(np.array_equal(found.tensors[name], held[name]) for name in held)
@@ -69,11 +68,13 @@ def test_a_frozen_base_crosses_once():
 
 def test_without_a_hint_the_base_crosses_twice_at_most():
     bucket, stats = open_bucket("memory://"), []
-    publisher = start(bucket, on_commit=stats.append)
+    publisher = start(bucket, on_anchor=stats.append)
     for version in range(1, 9):
         publisher.publish(drawn(ADAPTER, version), partial=True)
+        publisher.wait_for_anchor()
     publisher.close()
-    assert [one.bytes_reused > 2 * sum(BASE.values()) * 0.9 for one in stats[4::2]] == [True] * 3
+    assert [one.version for one in stats] == [2, 4, 6, 8]
+    assert [one.bytes_reused > 2 * sum(BASE.values()) * 0.9 for one in stats[1:]] == [True] * 3
     stored = sum(entry.bytes for entry in bucket.list_objects(keys.BLOBS))
     assert stored < 2 * sum(BASE.values()) * 2.4
 
@@ -87,7 +88,7 @@ def test_a_publisher_that_continues_lists_the_base_of_the_one_before():
             anchor_every=2,
             compaction_strides=(),
             blob_bytes=5000,
-            on_commit=stats.append,
+            on_anchor=stats.append,
         )
         publisher.publish(drawn(ADAPTER, version), partial=True)
         publisher.close()
@@ -101,6 +102,7 @@ def test_a_base_that_changes_once_is_uploaded_again():
     for version in range(1, 5):
         held |= drawn(BASE if version == 3 else ADAPTER, version)
         publisher.publish(held)
+        publisher.wait_for_anchor()
     publisher.close()
     assert blobs(bucket, run, 0).keys() & blobs(bucket, run, 2).keys()
     assert not blobs(bucket, run, 2).keys() & blobs(bucket, run, 4).keys()
@@ -145,7 +147,7 @@ def test_retention_keeps_what_any_kept_anchor_lists(steps, hint, blob_bytes):
         changed = drawn(names, number)
         versions.append({**versions[-1], **changed})
         publisher.publish(changed, partial=True)
-        publisher.flush()
+        publisher.wait_for_anchor()
         if "restart" in action:
             publisher.close()
             publisher = continue_publisher(
@@ -165,6 +167,8 @@ def test_retention_keeps_what_any_kept_anchor_lists(steps, hint, blob_bytes):
         manifest = read_manifest(bucket, run, version)
         for ref in manifest.payloads:
             needed |= {one.hash for one in read_payload(bucket, run, manifest, ref).blobs}
+        if anchor_of(bucket, run, version) is not None:
+            needed |= {one.hash for one in anchor_payload(bucket, run, version).blobs}
     kept = {entry.key.removeprefix(keys.BLOBS) for entry in bucket.list_objects(keys.BLOBS)}
     assert needed == kept
     assert check_run(bucket, deep=True).whole
@@ -177,6 +181,7 @@ def test_the_reader_of_the_document_reads_them():
     for version in range(1, 5):
         held |= drawn(ADAPTER, version)
         publisher.publish(drawn(ADAPTER, version), partial=True)
+        publisher.wait_for_anchor()
     publisher.close()
     for version in (0, 1, 2, 3):
         bucket.delete(keys.manifest(version))  # Only the anchor is left, in blobs of version 0.
@@ -191,7 +196,7 @@ def test_a_relay_copies_the_base_once(late):
     if late:
         for version in (1, 2):
             publisher.publish(drawn(ADAPTER, version), partial=True)
-        publisher.flush()
+        publisher.wait_for_anchor()
     relay = Relay(source, there)
     while relay.step():
         pass

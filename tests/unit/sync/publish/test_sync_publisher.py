@@ -7,6 +7,7 @@ from contextlib import closing, nullcontext
 import msgspec
 import numpy as np
 import pytest
+from anchored import anchor_of
 
 from deltawire import codec
 from deltawire.errors import FencedError, InputError, RetryError
@@ -110,10 +111,12 @@ def test_anchors_come_when_they_are_due(bucket):
     publisher = start_publisher(bucket, anchor_every=3)
     for version in range(8):
         assert publisher.publish(weights(version)) == version
+        publisher.wait_for_anchor()
     publisher.close()
     run = publisher.run
     manifests = [read_manifest(bucket, run, version) for version in range(8)]
-    assert [m.version for m in manifests if m.anchor is not None] == [0, 3, 6]
+    assert [m.version for m in manifests if m.anchor is not None] == [0]
+    assert [v for v in range(8) if anchor_of(bucket, run, v) is not None] == [0, 3, 6]
     assert [m.base for m in manifests] == [None, 0, 1, 2, 3, 4, 5, 6]
     assert manifests[0].delta is None
     assert all(m.delta is not None for m in manifests[1:])
@@ -130,9 +133,8 @@ def test_no_change_at_all_is_a_version_too(bucket, publisher):
 
 
 def test_stats_describe_the_commit(bucket):
-    receipts = []
-    publisher = start_publisher(bucket)
-    publisher._on_commit = receipts.append
+    receipts, anchors = [], []
+    publisher = start_publisher(bucket, on_commit=receipts.append, on_anchor=anchors.append)
     for version in range(4):
         publisher.publish(weights(version))
     publisher.close()
@@ -144,12 +146,15 @@ def test_stats_describe_the_commit(bucket):
         assert receipt.digest == manifest.digest
         assert (receipt.bytes_full, receipt.elements) == (full, elements)
         assert receipt.bytes_delta == (manifest.delta.bytes if version else 0)
-        assert receipt.bytes_anchor == (manifest.anchor.bytes if version % 3 == 0 else 0)
+        assert receipt.bytes_anchor == (0 if version else manifest.anchor.bytes)
         old, new = weights(max(version - 1, 0)), weights(version)
         changed = sum(int((old[name] != new[name]).sum()) for name in new)
         assert receipt.changed == (changed if version else elements)
         assert min(receipt.blocked_ms, receipt.encode_ms, receipt.upload_ms) >= 0
     assert len(receipts) == 4
+    (made,) = anchors
+    _, stated = anchor_of(bucket, publisher.run, 3)
+    assert (made.version, made.bytes_anchor, made.error) == (3, stated.bytes, "")
     assert publisher.digest.hex() == receipts[-1].digest
 
 
@@ -448,14 +453,19 @@ def test_anchors_by_share_and_over_restarts(bucket):
             publisher.close()
             publisher = start_publisher(bucket, anchor_every=0, anchor_share=1.0)
         publisher.publish(weights(version))
+        publisher.wait_for_anchor()
     publisher.close()
     manifests = [read_manifest(bucket, publisher.run, version) for version in range(last)]
-    anchors = [m.version for m in manifests if m.anchor is not None]
+    anchors = {
+        m.version: found[1].bytes
+        for m in manifests
+        if (found := anchor_of(bucket, publisher.run, m.version)) is not None
+    }
     assert 2 < len(anchors) < last
     for first, second in itertools.pairwise(anchors):
-        deltas = [m.delta.bytes for m in manifests[first + 1 : second]]
-        assert sum(deltas) > manifests[first].anchor.bytes
-        assert sum(deltas[:-1]) <= manifests[first].anchor.bytes
+        deltas = [m.delta.bytes for m in manifests[first + 1 : second + 1]]
+        assert sum(deltas) > anchors[first]
+        assert sum(deltas[:-1]) <= anchors[first]
     assert audit(bucket, weights) == last - 1
 
 
