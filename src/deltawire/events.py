@@ -149,10 +149,8 @@ class MergeKept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Published(_Event, tag="published", frozen=True, kw_only=True):
-    """A version was committed; the trainer was paused for ``blocked_ms``.
-
-    An anchor that follows its version is recorded by the same event again, with the anchor's bytes.
-    """
+    """A version was committed; the trainer was paused for ``blocked_ms``. Repeated with the bytes
+    of an anchor that came later."""
 
     at: float
     version: int
