@@ -18,7 +18,8 @@ from benchmarks.training.keys import Measured, Options
 from deltawire import codec
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import Mirror, ShardPublisher, open_publisher
-from deltawire.sync.publish.commit import AnchorSchedule, VersionWriter
+from deltawire.sync.publish.anchor_schedule import AnchorSchedule
+from deltawire.sync.publish.commit import VersionWriter
 from deltawire.testing.simulated import SimulatedBucket
 from deltawire.wire import keys
 from deltawire.wire.run import Run, TensorSpec
