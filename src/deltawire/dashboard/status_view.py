@@ -248,7 +248,7 @@ def _sets(scores: dict[str, HeldoutScore]) -> Table:
 def _budgets(status: RunStatus) -> Table:
     """Accuracy over thinking budgets at the newest version that was measured."""
     table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
-    table.add_column(f"thinking budget, area {_text('heldout_area', status)}", no_wrap=True)
+    table.add_column("thinking budget", no_wrap=True)
     for heading in ("solved", "pass@k", "majority", "tokens", "per correct", "forced"):
         table.add_column(heading, justify="right", no_wrap=True)
     for one in status.heldout_budgets[:MAX_ROWS]:
@@ -262,6 +262,8 @@ def _budgets(status: RunStatus) -> Table:
             MISSING if one.tokens_per_correct is None else figure(one.tokens_per_correct),
             percent(one.forced),
         )
+    if status.heldout_area is not None:
+        table.add_row(Text("area under it", "dim"), _text("heldout_area", status))
     return table
 
 

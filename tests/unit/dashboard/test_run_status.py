@@ -16,7 +16,18 @@ from deltawire.cli.main import main
 from deltawire.dashboard.status import RunStatus, Watch, failures_by_cause
 from deltawire.dashboard.status_view import view
 from deltawire.errors import CorruptError, InputError
-from deltawire.events import Event, Generated, Life, Published, Span, Step, Swapped, encode_lines
+from deltawire.estimates import BudgetScore
+from deltawire.events import (
+    Evaluated,
+    Event,
+    Generated,
+    Life,
+    Published,
+    Span,
+    Step,
+    Swapped,
+    encode_lines,
+)
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import create_run
 from deltawire.wire import keys
@@ -338,3 +349,36 @@ def test_groups_that_allocation_leaves_out_are_no_failures() -> None:
     step = SimpleNamespace(causes={"skipped": 3, "stale": 1}, grad_norm=1.0, dropped=4)
     state = SimpleNamespace(processes={}, steps={1: step}, parity={})
     assert failures_by_cause(state) == {"group dropped: stale": 1}
+
+
+def test_thinking_budgets_are_whole_in_a_narrow_terminal(bucket) -> None:
+    thinking = msgspec.structs.replace(
+        step(4, [1, 1], [0, 0]), thinking_length=812.0, forced_share=0.25, reused_length=640.0
+    )
+    scores = [
+        BudgetScore(
+            budget=budget, accuracy=0.25, pass_at={"16": 0.5}, majority=0.375, tokens=1234.0,
+            tokens_per_correct=4936.0, forced=0.125,
+        )
+        for budget in (256, 32_768)
+    ]  # fmt: skip
+    tested = Evaluated(
+        process="evaluator", at=NOW - 1, version=4, accuracy=0.5, problems=9, seconds=1.0,
+        area=0.25, budgets=scores,
+    )  # fmt: skip
+    bucket.put(keys.events("trainer-b", 0), encode_lines([thinking]))
+    bucket.put(keys.events("evaluator-a", 0), encode_lines([tested]))
+    found = look(bucket)
+    assert (found.thinking_length, found.forced_share) == (812.0, 0.25)
+    assert found.reused_length == 640.0
+    text = shown(found, width=80)
+    words = ("32,768", "50.0 % of 16", "37.5 %", "12.5 %", "area under it", "812 tokens", "640")
+    assert [word for word in words if word not in " ".join(text.split())] == []
+    table = text[text.index("thinking budget") :].splitlines()[:4]
+    assert "…" not in "".join(table)
+
+
+def test_a_run_without_budgets_shows_no_thinking(bucket) -> None:
+    found = look(bucket)
+    assert found.thinking_length is None
+    assert "reused tokens" not in shown(found)
