@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from deltawire.errors import InputError
-from deltawire.quantization.formats import PackedFormat
+from deltawire.quantization.formats import ROWS, PackedFormat
 from deltawire.quantization.fp8 import Fp8Block
 
 RANGES: Final = {"fp8-block": (112.0, 464.0), "int4-g32": (6.51, 7.5), "mxfp4": (3.0, 8.0)}
@@ -52,24 +52,54 @@ def quantize_sticky(
     so are ``peaks``, float32[..., blocks down, blocks across]: those of blocks of which ``weight``
     has only some rows.
     The same weight and scales always give the same bits, and quantizing again with the resulting
-    scales changes nothing. Raises `InputError` if a value is not finite, or the columns do not fit.
+    scales changes nothing. Takes memory for `ROWS` rows besides the result's. Raises `InputError`
+    if a value is not finite, or the columns do not fit.
     """
+    if weight.ndim == 2 and len(weight) > ROWS:
+        blocks = ROWS // form.block[0]
+        rows = torch.split(weight, ROWS)
+        some = [
+            quantize_sticky(
+                form,
+                part,
+                None if held is None else held[number * blocks : (number + 1) * blocks],
+                power_of_two=power_of_two,
+                peaks=None if peaks is None else peaks[number * blocks : (number + 1) * blocks],
+            )
+            for number, part in enumerate(rows)
+        ]
+        return {name: torch.cat([parts[name] for parts in some]) for name in some[0]}
     weight = weight.float()
     if not bool(torch.isfinite(weight).all()):
         raise InputError(f"a weight that is not finite cannot be packed as {form.name}")
     form.layout(tuple(weight.shape))
     peaks = form.block_peaks(weight) if peaks is None else peaks
-    scales = _fresh_scales(form, weight, peaks, power_of_two=power_of_two)
-    if held is not None:
-        low, high = RANGES[form.name]
-        factors = form.float_scales({"scales": held})
-        kept = (peaks == 0) | ((peaks >= low * factors) & (peaks < high * factors))
-        scales = torch.where(kept, held, scales)
+    scales = _scales(form, weight, peaks, held, power_of_two=power_of_two)
     full = form.per_weight(form.float_scales({"scales": scales}), tuple(weight.shape))
     ratio = weight / full
     least = min(value for value in form.code_values if value > 0)
     codes = form.encode(torch.where(ratio.abs() <= least / 2, 0.0, ratio))
     return {"codes": form.pack_codes(codes), "scales": scales.contiguous()}
+
+
+def _scales(
+    form: PackedFormat, weight: Tensor, peaks: Tensor, held: Tensor | None, *, power_of_two: bool
+) -> Tensor:
+    """Returns the scales that are held where they fit, and new ones elsewhere."""
+    if held is None:
+        return _fresh_scales(form, weight, peaks, power_of_two=power_of_two)
+    low, high = RANGES[form.name]
+    factors = form.float_scales({"scales": held})
+    kept = (peaks == 0) | ((peaks >= low * factors) & (peaks < high * factors))
+    if form.block[0] != 1:
+        fresh = _fresh_scales(form, weight, peaks, power_of_two=power_of_two)
+        return torch.where(kept, held, fresh)
+    # Choosing scales takes longer than all else, and few rows need any.
+    rows = ~kept.all(-1)
+    scales = held.clone()
+    fresh = _fresh_scales(form, weight[rows], peaks[rows], power_of_two=power_of_two)
+    scales[rows] = torch.where(kept[rows], held[rows], fresh)
+    return scales
 
 
 def quantize_rows(
