@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from deltawire.config import BuildConfig, parse_config
+from deltawire.config import SURROGATES, BuildConfig, LossConfig, parse_config
 from deltawire.train.batch import collate
 from deltawire.train.build import build_model
+from deltawire.train.loss import LossInputs, Totals, policy_loss
 from deltawire.train.loss.anytime import thought_advantages
 from deltawire.train.loss.shared_tokens import TokenSpan, with_reused_tokens
 from deltawire.train.masters import MasterWeights
@@ -197,3 +198,27 @@ def test_the_weights_are_the_prior():
     rewards = np.array([[[0.0], [1.0]], [[1.0], [0.0]]])
     parts_HS = thought_advantages(rewards, np.array([1.0, 3.0]), 0.5)
     assert [one.advantage for one in spans[0, 0]] == parts_HS[0].tolist()
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_every_surrogate_reads_the_advantages_of_tokens(surrogate):
+    """Equal ones give the loss of the row's; a token's own changes only its gradient."""
+    torch.manual_seed(0)
+    rollout = -torch.rand(3, 5)
+    mask_NC, rows_N = torch.ones(3, 5), torch.tensor([0.5, -1.0, 2.0])
+    config, totals = LossConfig(surrogate=surrogate), Totals(tokens=15.0, sequences=3, horizon=8)
+
+    def gradient(spread_NC):
+        logprobs = (rollout + 1e-4).requires_grad_()
+        inputs = LossInputs(
+            logprobs, rollout, rows_N, mask_NC, torch.arange(3), advantages_NC=spread_NC
+        )
+        policy_loss(config, inputs, totals).loss.backward()
+        return logprobs.grad
+
+    spread_NC = rows_N[:, None].repeat(1, 5)
+    assert torch.equal(gradient(None), gradient(spread_NC))
+    changed_NC = spread_NC.clone()
+    changed_NC[0, 1] = 3.0
+    moved = gradient(changed_NC) != gradient(spread_NC)
+    assert moved.nonzero().tolist() == [[0, 1]]
