@@ -22,11 +22,11 @@ KEYS: Final[dict[str, Key]] = {
     "forecast_error": Key(
         "forecasts", "<=", 0.03, "median error of a forecast of the second half of a run"
     ),
-    "forecast_error_like": Key(
-        "forecasts", "<=", 0.03, "the same with the runs of the other seeds as a prior"
-    ),
     "forecast_over_carried": Key(
-        "forecasts", "<=", 1.0, "the same over the error of carrying the last value forward"
+        "forecasts", "<=", 1.0, "that over the error of carrying the last value forward"
+    ),
+    "forecast_error_like": Key(
+        "forecasts", "<=", 0.03, "forecast_error with the runs of the other seeds as a prior"
     ),
     "budget_violations": Key("enforcement", "<=", 0, "turns that think longer than their budget"),
     "forced_tokens_in_loss": Key("enforcement", "<=", 0, "inserted tokens that a loss would read"),
