@@ -133,7 +133,7 @@ FLAGS = {
         "--key",
         "--json",
     },
-    "forget": TRUST | {"--state", "--key", "--json"},
+    "forget": TRUST | {"--state", "--learner-key", "--rebuild", "--key", "--json"},
     "simulate": {"--out", "--seconds", "--rate", "--dry-run", "--seed", "--json"},
     "replica": TRUST | {"--host", "--port", "--token-file", "--hold", "--cpus"},
     "gateway": TRUST

@@ -20,6 +20,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="DIR",
         help="the state folder of a gateway without --key (default: below $XDG_STATE_HOME)",
     )
+    parser.add_argument(
+        "--learner-key",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="in a signed run: the private key of the learner NAME; may be repeated",
+    )
+    parser.add_argument(
+        "--rebuild",
+        action="store_true",
+        help="also restore the last weights that were not trained on the user",
+    )
     add_key(parser)
     add_trust(parser)
     add_json(parser)
@@ -29,15 +41,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Delete it, and print which versions were trained on it."""
     from deltawire.launch.gateway import forget_by_name
 
-    record = forget_by_name(
+    record, rebuild = forget_by_name(
         arguments.run,
         arguments.user,
         key=arguments.key,
         state=arguments.state,
         trust=trust_of(arguments),
+        learner_keys=arguments.learner_key,
+        rebuild=arguments.rebuild,
     )
     if arguments.json:
         body = {name: getattr(record, name) for name in record.__struct_fields__}
+        if rebuild is not None:
+            body["rebuild"] = rebuild._asdict()
         print(json.dumps(body))  # noqa: T201
         return 0
     trained = ", ".join(map(str, record.versions)) or "none"
@@ -45,4 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
         f"deleted {record.answers} answers, {record.feedback} reports and {len(record.groups)} "
         f"groups of user {record.user}; versions trained on them: {trained}"
     )
+    if rebuild is not None and rebuild.restores is None:
+        print("rebuild: the newest version does not come from the user's answers")  # noqa: T201
+    elif rebuild is not None:
+        print(  # noqa: T201
+            f"rebuild: decision {rebuild.decision} asks the trainer to restore version "
+            f"{rebuild.restores}; deltawire live status shows when it has"
+        )
     return 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import getpass
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from deltawire.live.capture.consent import ConsentRule, read_users
 from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.capture.redaction import Redaction, load_redact
 from deltawire.live.erasure.forgetting import forget_user
+from deltawire.live.erasure.rebuilding import Rebuild, check_rebuildable, rebuild_without
 from deltawire.live.feedback.limits import FeedbackLimits
 from deltawire.live.gateway.app import WEBHOOK, LiveCalls
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions
@@ -37,8 +40,9 @@ from deltawire.serving.contract import ReplicaSetState
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import require_run
+from deltawire.wire.keys import valid_name
 from deltawire.wire.lineage import Forgotten
-from deltawire.wire.roles import GATEWAY_ROLE
+from deltawire.wire.roles import GATEWAY_ROLE, worker_role
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 from deltawire.wire.signing import Ed25519Signer
@@ -271,12 +275,22 @@ def _lines(state: ReplicaSetState) -> dict[str, str]:
 
 
 def forget_by_name(
-    location: str, name: str, *, key: str, state: str, trust: ReaderTrust
-) -> Forgotten:
+    location: str,
+    name: str,
+    *,
+    key: str,
+    state: str,
+    trust: ReaderTrust,
+    learner_keys: Sequence[str] = (),
+    rebuild: bool = False,
+) -> tuple[Forgotten, Rebuild | None]:
     """Deletes what a run's bucket holds of a user, by the name that requests gave; ``-`` reads it
-    from standard input. ``key`` is the deployment's, else that in the ``state`` of its gateway.
+    from standard input. ``key`` is the deployment's, else that in the ``state`` of its gateway;
+    ``learner_keys`` are ``NAME=FILE``, those of learners of a signed run.
 
-    Raises `InputError` without the key, from which pseudonyms follow.
+    Returns the record, and with ``rebuild`` what was decided to withdraw the versions that were
+    trained on the user. Raises `InputError` without the key, from which pseudonyms follow, and
+    without keys that replaced objects need.
     """
     name = sys.stdin.readline().strip() if name == "-" else name
     if not name:
@@ -294,4 +308,32 @@ def forget_by_name(
             )
         signer = Ed25519Signer.read(folder / "gateway.key")
     user = Pseudonyms(pseudonym_secret(signer)).user(name)
-    return forget_user(bucket.over(RetryingBucket.over(bucket.inner)), run, user)
+    retrying = bucket.over(RetryingBucket.over(bucket.inner))
+    if rebuild:
+        check_rebuildable(retrying, run)
+    learners = _learner_buckets(location, trust, learner_keys) if run.public_key else None
+    record = forget_user(retrying, run, user, learners=learners)
+    if not rebuild:
+        return record, None
+    return record, rebuild_without(
+        retrying, run, record.versions, by=getpass.getuser(), now=time.time()
+    )
+
+
+def _learner_buckets(
+    location: str, trust: ReaderTrust, learner_keys: Sequence[str]
+) -> dict[str, Bucket]:
+    """Opens a signed run's bucket once for each learner's key, ``NAME=FILE``."""
+    found: dict[str, Bucket] = {}
+    for text in learner_keys:
+        name, _, file = text.partition("=")
+        if not (valid_name(name) and file):
+            raise InputError(
+                f"--learner-key {text[:80]!r} is not NAME=FILE",
+                hint="NAME is the --id of the learner, FILE its private key",
+            )
+        bucket = open_trusted(location, trust, signer=read_signer(file), role=worker_role(name))
+        bucket = bucket.over(RetryingBucket.over(bucket.inner))
+        bucket.check_writer()
+        found[name] = bucket
+    return found

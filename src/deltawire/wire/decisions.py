@@ -71,6 +71,9 @@ class Decision(
 
 RESTORES = "restores_version"
 """The figure of a promotion that names the version whose weights the promoted one restores."""
+FORGETS = "forgets_versions"
+"""The figure of a rollback that rebuilds a run without a user's answers: how many versions had been
+trained on them. Learners then train again on the other answers of the withdrawn versions."""
 RESTORE_RECORD = "deltawire.restore"
 """The member of a manifest's metadata that holds a `RestoreRecord`."""
 

@@ -7,21 +7,22 @@ references are replaced or deleted. Running it again continues where it stopped.
 Deleted here: rows of captures and feedback; groups of ``rollouts/`` that were consumed and hold an
 answer of the user (whole groups: a group's bytes are hashed), and the user's part of groups that
 wait for the trainer; their references; and the user in lineages (rewards stay, without the user).
-Not deleted here: weights, and the trainer's checkpoints. They are
-functions of the data, not copies of it; ``versions`` lists those that were trained on it, so that
-the run can be continued from the last version before.
+Not deleted here: weights, and the trainer's checkpoints. They are functions of the data, not copies
+of it; ``versions`` lists those that were trained on it, and `deltawire.live.erasure.rebuilding`
+withdraws them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
-from deltawire.errors import CorruptError, RetryError
+from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.live.learning.records import read_lineages
 from deltawire.store import Bucket
 from deltawire.sync import read_manifest
@@ -35,28 +36,39 @@ from deltawire.wire.captures import (
     encode_row,
     encode_segment,
 )
-from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.ledger import GROUP_HASH_DIGITS, CommitMetadata
 from deltawire.wire.lineage import MAX_FORGOTTEN_BYTES, Forgotten, Lineage
 from deltawire.wire.objects import decode_json, encode_json
 from deltawire.wire.rollouts import MAX_GROUP_BYTES, decode_group, encode_group
 from deltawire.wire.run import Run
 
 
-def forget_user(bucket: Bucket, run: Run, user: str) -> Forgotten:
+def forget_user(
+    bucket: Bucket, run: Run, user: str, *, learners: Mapping[str, Bucket] | None = None
+) -> Forgotten:
     """Deletes everything that a run's bucket holds of the user with this pseudonym.
 
-    Returns the record, which stays in the bucket. Raises `RetryError` if the store does not answer;
-    the same call then continues.
+    ``learners`` are, in a signed run, the buckets that sign as each learner: a group and a lineage
+    are valid only by the key of the learner that made them.
+
+    Returns the record, which stays in the bucket. Raises `InputError`, before anything is changed,
+    if the user is in groups of a learner that is missing, and `RetryError` if the store does not
+    answer; the same call then continues.
     """
     key = keys.live_forgotten(user)
     before = _known(bucket, key)
+    mine = [one for one in read_lineages(bucket) if any(a.user == user for a in one.answers)]
+    writers = _writers(bucket, mine, learners)
     record = before or Forgotten(run=run.id, user=user, at=time.time())
     if before is None:
         bucket.put(key, encode_json(record))
-    mine = [one for one in read_lineages(bucket) if any(a.user == user for a in one.answers)]
+        # A learner that had not seen the record may have stored a group meanwhile.
+        mine = [one for one in read_lineages(bucket) if any(a.user == user for a in one.answers)]
+        writers = _writers(bucket, mine, learners)
     places = {(one.worker, one.sequence): one for one in mine}
     groups = sorted({*record.groups, *places})
-    versions = sorted({*record.versions, *_trained_on(bucket, run, places)})
+    emptied = set(record.groups) - set(places)
+    versions = sorted({*record.versions, *_trained_on(bucket, run, groups, emptied=emptied)})
     # Stored before anything is deleted: a run that stops in between forgets no version.
     record = msgspec.structs.replace(record, groups=groups, versions=versions)
     bucket.put(key, encode_json(record))
@@ -68,15 +80,32 @@ def forget_user(bucket: Bucket, run: Run, user: str) -> Forgotten:
         if (worker, sequence) in settled:
             bucket.delete(keys.rollout(worker, sequence))
         else:
-            _empty(bucket, lineage, user)
+            _empty(writers[worker], lineage, user)
     for lineage in mine:
         key_of = keys.live_lineage(lineage.worker, lineage.sequence)
-        bucket.put(key_of, encode_json(_without(lineage, user)))
+        writers[lineage.worker].put(key_of, encode_json(_without(lineage, user)))
     record = msgspec.structs.replace(
         record, answers=record.answers + answers, feedback=record.feedback + feedback
     )
     bucket.put(key, encode_json(record))
     return record
+
+
+def _writers(
+    bucket: Bucket, lineages: Iterable[Lineage], learners: Mapping[str, Bucket] | None
+) -> dict[str, Bucket]:
+    """Returns the bucket that may replace the objects of each learner in ``lineages``."""
+    names = sorted({one.worker for one in lineages})
+    if learners is None:
+        return dict.fromkeys(names, bucket)
+    if missing := [name for name in names if name not in learners]:
+        raise InputError(
+            "the user's answers are in signed groups, which need the keys of the learners that "
+            f"made them: {', '.join(missing)}",
+            hint="give NAME=FILE for each with --learner-key",
+            run=bucket.url,
+        )
+    return {name: learners[name] for name in names}
 
 
 def _known(bucket: Bucket, key: str) -> Forgotten | None:
@@ -131,8 +160,14 @@ def _empty(bucket: Bucket, lineage: Lineage, user: str) -> None:
     bucket.put(key, encode_group(replace(group, trajectories=kept, prompt=first)))
 
 
-def _trained_on(bucket: Bucket, run: Run, groups: Iterable[tuple[str, int]]) -> list[int]:
-    """Returns the versions whose steps consumed one of these groups."""
+def _trained_on(
+    bucket: Bucket, run: Run, groups: Iterable[tuple[str, int]], *, emptied: Set[tuple[str, int]]
+) -> list[int]:
+    """Returns the versions whose steps consumed one of these groups.
+
+    One that was ``emptied`` before counts only if the version states other bytes than those that
+    are stored now: then the trainer had read the group before.
+    """
     wanted = set(groups)
     found = []
     for version in committed_versions(bucket) if wanted else ():
@@ -140,9 +175,21 @@ def _trained_on(bucket: Bucket, run: Run, groups: Iterable[tuple[str, int]]) -> 
         if manifest is None:
             continue
         step = CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)
-        if wanted & {(worker, sequence) for worker, sequence in step.consumed}:
+        for place, (worker, sequence) in enumerate(step.consumed):
+            stated = step.hashes[place] if step.hashes else ""
+            if (worker, sequence) not in wanted:
+                continue
+            if (worker, sequence) in emptied and stated == _hash_of(bucket, worker, sequence):
+                continue
             found.append(version)
+            break
     return found
+
+
+def _hash_of(bucket: Bucket, worker: str, sequence: int) -> str:
+    """Returns the digits by which manifests name a stored group; "-" if it is gone."""
+    data = bucket.get(keys.rollout(worker, sequence), limit=MAX_GROUP_BYTES)
+    return "-" if data is None else blake3(data).hexdigest()[:GROUP_HASH_DIGITS]
 
 
 def _filter(bucket: Bucket, prefix: str, kind: type[Capture] | type[Feedback], user: str) -> int:

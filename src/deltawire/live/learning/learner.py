@@ -6,18 +6,20 @@
 
 The lineage comes first and claims its answers permanently. A learner that is killed in between
 finds the lineage without its group when it starts again, and stores the group from it. So an answer
-is in one group, and a group is consumed when the version that trained on it is committed.
+is in one group, and a group is consumed when the version that trained on it is committed. Only a
+rebuild without a forgotten user releases answers again (`deltawire.live.learning.rebuilds`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from deltawire.config import RunConfig
 from deltawire.errors import FencedError, InputError, RetryError
 from deltawire.events import Evaluated
 from deltawire.live.learning.grouping import GroupMaker, group_of_answers
+from deltawire.live.learning.rebuilds import ReleasedGroups
 from deltawire.live.learning.records import LiveRecords, read_lineages
 from deltawire.rl.control.challenges import nonce_of
 from deltawire.rl.rollout.trainer_link import TrainerLink
@@ -29,26 +31,39 @@ from deltawire.wire import keys
 from deltawire.wire.lineage import Lineage
 from deltawire.wire.objects import encode_json
 from deltawire.wire.rollouts import Group, encode_group
+from deltawire.wire.run import Run
 from deltawire.wire.status import WorkerPhase, WorkerStatus
 
 POLL_S = 1.0
 BAR_EVERY_S = 10.0
 REPORT_EVERY_S = 10.0
+RELEASE_EVERY_S = 10.0
 
 
 class LiveGroups:
     """Stores groups of answers under a worker's name, each after its lineage.
 
-    ``sequence`` is the number of the next group.
+    ``sequence`` is the number of the next group. ``released`` are groups whose answers may be in
+    another one.
     """
 
-    def __init__(self, bucket: Bucket, worker: str, maker: GroupMaker, *, first: int) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        worker: str,
+        maker: GroupMaker,
+        *,
+        first: int,
+        released: Collection[tuple[str, int]] = (),
+    ) -> None:
         self.sequence = first
         self._bucket = bucket
         self._worker = worker
         self._maker = maker
         self._unfinished: list[Lineage] = []
         for lineage in read_lineages(bucket):
+            if (lineage.worker, lineage.sequence) in released:
+                continue
             maker.claim(lineage)
             if lineage.worker == worker and lineage.sequence >= first:
                 self._unfinished.append(lineage)
@@ -134,22 +149,34 @@ class LearnerLoop:
     """A learner's loop: reads records, and stores a group for each credit."""
 
     def __init__(
-        self, process: Process, config: RunConfig, *, report: Callable[[str], None]
+        self, process: Process, run: Run, config: RunConfig, *, report: Callable[[str], None]
     ) -> None:
         self.process = process
         self.config = config
         self.phase: WorkerPhase = "sampling"
         self._report = report
-        self._reported_at = self._bar_at = float("-inf")
+        self._reported_at = self._bar_at = self._released_at = float("-inf")
         self._open = not config.live.start_bar
         self.records = LiveRecords(process.bucket)
         self.records.poll()
-        self.maker = GroupMaker(config, self.records)
+        self._released = ReleasedGroups(process.bucket, run)
+        self._released.poll()
         self._first = next_sequence(process)
-        self.groups = LiveGroups(process.bucket, process.name, self.maker, first=self._first)
+        self._begin(self._first)
         self.link = TrainerLink(process.bucket, process.name, silence_s=config.faults.silence_s)
         self._started = 0
         process.heartbeat.worker = self._status
+
+    def _begin(self, first: int) -> None:
+        """Claims the answers of all lineages that were not released, and goes on at ``first``."""
+        self.maker = GroupMaker(self.config, self.records)
+        self.groups = LiveGroups(
+            self.process.bucket,
+            self.process.name,
+            self.maker,
+            first=first,
+            released=self._released.groups,
+        )
 
     def _status(self) -> WorkerStatus:
         trainer = self.link.status
@@ -182,6 +209,7 @@ class LearnerLoop:
         """Read what is new and store at most one group; returns whether one was stored."""
         try:
             self.records.poll()
+            self._release()
             stored = self._may_store() and self._store()
         except RetryError as error:
             self._log_line(f"waits for the store: {error.message}")
@@ -193,6 +221,16 @@ class LearnerLoop:
             f"{self.groups.sequence - self._first} groups stored; {states or 'no answers'}{fit}"
         )
         return stored
+
+    def _release(self) -> None:
+        """Offers the answers again whose versions were withdrawn to forget a user. All is read
+        again, as at a start: a baseline must not count them twice."""
+        now = time.monotonic()
+        if now - self._released_at >= RELEASE_EVERY_S:
+            if self._released.poll():
+                self._begin(self.groups.sequence)
+                self._report("a run is rebuilt without a user: trains again on the other answers")
+            self._released_at = now
 
     def _may_store(self) -> bool:
         status = self.link.status
@@ -233,11 +271,11 @@ class LearnerLoop:
 def run_learner(process: Process, *, report: Callable[[str], None]) -> None:
     """Runs a learner process from its start to the run's end or a signal."""
     process.record_life("started")
-    _, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
     check_learnable(config, process.bucket.url)
     process.heartbeat.faults = config.faults
     with process.heartbeat.long_task("start"):
-        loop = LearnerLoop(process, config, report=report)
+        loop = LearnerLoop(process, run, config, report=report)
     report(f"joined run {config.name} as {process.name}")
     loop.run()
     process.record_life("stopped")
