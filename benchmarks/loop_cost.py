@@ -17,13 +17,14 @@ from benchmarks.scripted import ScriptedEngine, ScriptedTasks
 from deltawire.chat.text import Text
 from deltawire.config import RunConfig
 from deltawire.errors import BugError
-from deltawire.events import EventLog, Step
+from deltawire.events import Step
 from deltawire.parity import ParityMeter
 from deltawire.rl.control.credits import CreditIssuer, settle
 from deltawire.rl.control.drop_bias import causes_of, failures_of, families_of
 from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
 from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of
+from deltawire.runtime.event_log import EventLog
 from deltawire.store import Bucket, open_bucket
 from deltawire.train.batch import collate
 from deltawire.train.budget import divide

@@ -28,6 +28,15 @@ KEYS: Final[dict[str, Key]] = {
     "forecast_error_like": Key(
         "forecasts", "<=", 0.03, "forecast_error with the runs of the other seeds as a prior"
     ),
+    "auto_vs_best_fixed": Key(
+        "controlled", ">=", -1, "accuracy of the controller less the best fixed budget, in errors"
+    ),
+    "auto_vs_worst_fixed": Key(
+        "controlled", ">=", 2, "the same less the worst fixed budget, in standard errors"
+    ),
+    "area_gain": Key(
+        "controlled", ">=", 2, "area under accuracy over budgets less version 0, in errors"
+    ),
     "budget_violations": Key("enforcement", "<=", 0, "turns that think longer than their budget"),
     "forced_tokens_in_loss": Key("enforcement", "<=", 0, "inserted tokens that a loss would read"),
 }

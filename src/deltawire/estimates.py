@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 
 class BudgetScore(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,3 +55,58 @@ class OffPolicyEstimate(msgspec.Struct, frozen=True, kw_only=True):
     doubly_robust_error: float | None = None
     refused: str = ""
     seconds: float = 0.0
+
+
+class SettingScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of the problems that the controller compares, with one ``thinking`` budget (0: the
+    run has none) and one ``scaffold``.
+
+    ``correct`` is the share of correct answers to each problem, in the same order for every
+    setting and version; -1 for a problem whose answers all failed. ``tokens`` is the mean number of
+    tokens drawn for an answer, ``seconds`` the mean time that its environment took.
+
+    Example::
+
+        SettingScore(thinking=512, scaffold="plain", correct=[1.0, 0.25], tokens=310.5)
+    """
+
+    thinking: int
+    scaffold: str
+    correct: list[float]
+    tokens: float
+    seconds: float = 0.0
+
+
+class BudgetSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """The compute that groups and steps are made with: tokens of ``thinking``, ``completions`` of a
+    prompt, optimizer ``steps`` of a version, and the ``scaffold``.
+
+    0, or an empty scaffold, stands for what the run is configured with.
+
+    Example::
+
+        BudgetSetting(thinking=512, completions=8, steps=1, scaffold="plain")
+    """
+
+    thinking: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    completions: Annotated[int, Meta(ge=0, le=4096)] = 0
+    steps: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    scaffold: Annotated[str, Meta(max_length=256)] = ""
+
+
+class UseGain(msgspec.Struct, frozen=True, kw_only=True):
+    """Held-out accuracy gained by one ``use`` of tokens, and its standard ``error``.
+
+    ``tokens`` are those that it costs until the next evaluation more than the present setting does
+    (fewer: below 0). For ``train``, which goes on with it, and for other ways to train, they are
+    all that it costs; these have no gain before they were tried.
+
+    Example::
+
+        UseGain(use="longer thinking", gain=0.02, error=0.01, tokens=12_000.0)
+    """
+
+    use: str
+    gain: float | None
+    error: float | None
+    tokens: float

@@ -55,6 +55,9 @@ def test_the_tables_were_found():
     # The tests below are only as good as these lists.
     neither = {key for key in DEFAULTS if key not in NUMBERS and key not in WORDS}
     assert neither == {
+        "budget.completions",
+        "budget.scaffolds",
+        "budget.steps",
         "chat.template_kwargs",
         "evaluate.budgets",
         "evaluate.sets",
@@ -210,7 +213,10 @@ def test_options_are_the_datasets_own():
 
 OTHER = {
     "rollout.scaffold": "check_and_retry",
+    "budget.completions": [4, 8],
     "budget.measure": "reward",
+    "budget.scaffolds": ["plain", "check_and_retry"],
+    "budget.steps": [1, 2],
     "live.baseline": "learned",
     "live.reward_function": "my.rewards:live",
     "live.release.gate": {"hard": 0.1},
@@ -268,6 +274,7 @@ OTHER = {
 
 
 TOGETHER = {
+    "budget.controller",
     "model.build.family",
     "reference.mode",
     "reference.model",

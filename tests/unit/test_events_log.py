@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from deltawire.errors import InputError, RetryError
 from deltawire.events import (
     MAX_LINE,
-    EventLog,
     Life,
     Span,
     Step,
@@ -18,6 +17,7 @@ from deltawire.events import (
     decode_lines,
     encode_lines,
 )
+from deltawire.runtime.event_log import EventLog
 
 
 def warm(step: int) -> WarmStep:

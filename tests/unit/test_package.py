@@ -229,6 +229,7 @@ FLAGS = {
     "plan": TRUST | {"--rates", "--what-if", "--simulate", "--seed", "--plot", "--json"},
     "replay": TRUST | {"--from", "--to", "--dump", "--out", "--json"},
     "status": TRUST | {"--watch", "--every", "--json", "--window"},
+    "budget": TRUST | {"--json"},
     "forecast": TRUST | {"--of", "--compute", "--from", "--like", "--plot", "--json"},
     "watch": TRUST | {"--port", "--no-browser", "--cache"},
     "parity": TRUST

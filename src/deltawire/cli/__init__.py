@@ -34,6 +34,7 @@ COMMANDS = (
     "status",
     "watch",
     "forecast",
+    "budget",
     "replay",
     "probes",
     "rollouts",

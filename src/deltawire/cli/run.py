@@ -128,3 +128,7 @@ def _print_config(console: Console, config: RunConfig, out: Path, *, as_json: bo
         shown = repr(value) if isinstance(value, str) else str(value)
         table.add_row(key, Text(safe_line(shown)))
     console.print(table)
+    if config.budget.controller == "auto":
+        from deltawire.rl.budget.limits import BudgetLimits
+
+        console.print(Text(f"The controller may move {safe_line(BudgetLimits.of(config).line)}."))

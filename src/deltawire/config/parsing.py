@@ -91,6 +91,7 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         _scaffold_fault(config),
         _budgets_fault(config),
         _stop_fault(config),
+        _controller_fault(config),
         _allocation_fault(config),
         _lengths_fault(config),
         _sharing_fault(config),
@@ -217,6 +218,55 @@ def _stop_fault(config: RunConfig) -> tuple[str, str] | None:
     return config.budget.contradiction(
         evaluated=evaluate.every > 0, budgets=len(evaluate.budgets) > 1
     )
+
+
+def _controller_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Why the controller cannot move what compute is spent on, and what to do; None if it can."""
+    if config.budget.controller == "fixed":
+        return None
+    where, fixed = 'budget.controller = "auto"', 'set budget.controller = "fixed"'
+    if config.midtrain is not None or config.train.adapters:
+        kind = "midtrain" if config.midtrain is not None else "train.adapters"
+        return f"{where} does not move the budget of a run with {kind}", fixed
+    if config.evaluate.every == 0 or config.task.heldout < 2:
+        lacks = "evaluate.every is 0" if config.evaluate.every == 0 else "task.heldout is below 2"
+        return f"{where} needs a held-out set, and {lacks}", "set evaluate.every and task.heldout"
+    return _axes_fault(config, where)
+
+
+def _axes_fault(config: RunConfig, where: str) -> tuple[str, str] | None:
+    """Why an axis of the controller cannot be moved, and what to do; None if all can."""
+    budget, rollout, thinking = config.budget, config.rollout, config.rollout.thinking
+    first = {
+        "completions": ("rollout.group_size", rollout.group_size),
+        "steps": ("train.minibatches", config.train.minibatches),
+        "scaffolds": ("rollout.scaffold", rollout.scaffold),
+    }
+    if found := budget.controller_fault(first):
+        return found
+    budgets = thinking.budgets if thinking is not None else []
+    if thinking is not None and (thinking.schedule or thinking.weights or thinking.per != "group"):
+        reason = f"{where} draws no budgets: rollout.thinking has a schedule, weights or per"
+        return reason, 'leave them out, or set budget.controller = "fixed"'
+    if budgets != sorted(set(budgets)):
+        reason = f"{where} moves between rollout.thinking.budgets, which do not rise"
+        return reason, "list each budget once, the smallest first"
+    axes = (budgets, budget.completions, budget.steps, budget.scaffolds)
+    if all(len(axis) < 2 for axis in axes):
+        hint = "list two or more rollout.thinking.budgets, budget.completions, steps or scaffolds"
+        return f"{where} has nothing to move between", hint
+    if len(budget.completions) > 1 and rollout.allocation.policy != "fixed":
+        policy = rollout.allocation.policy
+        reason = f'budget.completions: rollout.allocation.policy = "{policy}" decides them'
+        return reason, "leave out budget.completions"
+    if budget.steps and budget.steps[-1] > config.train.groups_per_step:
+        reason = f"budget.steps: {config.train.groups_per_step} groups cannot fill "
+        return f"{reason}{budget.steps[-1]} optimizer steps", "raise train.groups_per_step"
+    built_in = [one for one in budget.scaffolds if one in BUILT_IN_SCAFFOLDS]
+    if built_in and rollout.max_steps < 2:
+        reason = f"budget.scaffolds: {built_in[0]} takes two turns, and rollout.max_steps is 1"
+        return reason, "set rollout.max_steps to 2 or more"
+    return None
 
 
 def _adapter_fault(config: RunConfig) -> tuple[str, str] | None:

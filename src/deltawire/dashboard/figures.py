@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 from typing import Final, Literal, TypeVar
 
+from deltawire.dashboard.budget_figures import BUDGET_FIGURES
 from deltawire.dashboard.figure import Figure, Unit
 from deltawire.dashboard.state import RunState
 from deltawire.events import Gaps, Generated, Parity, Published, Step
@@ -566,6 +567,7 @@ FIGURES: Final = (
         metric="window_seconds",
     ),
     Figure("restarts", "", "Processes started again", _restarts),
+    *BUDGET_FIGURES,
 )
 """Every figure that is a function of the run's events."""
 

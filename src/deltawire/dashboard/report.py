@@ -23,6 +23,7 @@ from deltawire.dashboard.summary import Summary, WorkerVerdict
 from deltawire.dashboard.wording import (
     MISSING,
     byte_size,
+    controller_words,
     duration,
     figure,
     forecast_words,
@@ -331,6 +332,7 @@ def _figures(summary: Summary, state: RunState) -> str:
         *_source_losses(summary),
         *_over_budgets(summary),
         *_forecast(state),
+        *_decision(state),
         *(summary.allocation.rows() if summary.allocation else []),
         ("Groups consumed", f"{summary.groups_consumed:,}"),
         *_proof(summary),
@@ -361,6 +363,12 @@ def _source_losses(summary: Summary) -> list[tuple[str, str]]:
         )
         for name, one in losses.sources.items()
     ]
+
+
+def _decision(state: RunState) -> list[tuple[str, str]]:
+    """Renders the controller's newest decision; nothing without one."""
+    found = state.newest_decision
+    return [] if found is None else [("Controller", escape(controller_words(found)))]
 
 
 def _forecast(state: RunState) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ import msgspec
 from deltawire.dashboard.figures import FIGURES
 from deltawire.dashboard.plots import ACTIVITIES, bars
 from deltawire.dashboard.state import ProcessState, RunState
-from deltawire.dashboard.wording import forecast_words
+from deltawire.dashboard.wording import controller_words, forecast_words
 from deltawire.events import Life
 
 TRACKED = {row.tracked: row for row in FIGURES if row.tracked}
@@ -237,6 +237,17 @@ def notes(state: RunState) -> list[Note]:
     if (alarm := state.no_progress) is not None:
         words = f"{alarm.steps} steps up to version {alarm.version} moved nothing: {alarm.reason}"
         found.append(Note(at=alarm.at, process=alarm.process, text=words, bad=True))
+    for decision in state.decisions.values():
+        if decision.moved:
+            words = controller_words(decision)
+            found.append(
+                Note(
+                    at=decision.at,
+                    process=decision.process,
+                    text=f"controller at version {decision.version}: {words}",
+                    bad=False,
+                )
+            )
     if (forecast := state.newest_forecast) is not None:
         found.append(
             Note(

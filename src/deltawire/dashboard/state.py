@@ -30,6 +30,7 @@ from deltawire.events import (
     Activity,
     Allocated,
     Attempt,
+    Controlled,
     Diverged,
     Evaluated,
     Event,
@@ -70,6 +71,7 @@ _Timed = TypeVar(
     "_Timed",
     Allocated,
     Evaluated,
+    Controlled,
     Forecasted,
     Generated,
     HeldoutLoss,
@@ -254,6 +256,8 @@ class RunState:
         """Keyed by the version that the batch made, or would have made."""
         self.settings: dict[int, SettingsChanged] = {}
         """Keyed by the version that the run had when its settings changed."""
+        self.decisions: dict[int, Controlled] = {}
+        """The controller's, keyed by the version that was evaluated."""
         self.forecasts: dict[int, Forecasted] = {}
         """Keyed by the newest version that was measured."""
         self.probes: ProbeFigures | None = None
@@ -286,6 +290,8 @@ class RunState:
             self.no_progress = max(event, self.no_progress or event, key=lambda one: one.at)
         elif isinstance(event, SettingsChanged):
             _keep_latest(self.settings, event.version, event)
+        elif isinstance(event, Controlled):
+            _keep_latest(self.decisions, event.version, event)
         elif isinstance(event, Forecasted):
             _keep_latest(self.forecasts, event.version, event)
         elif isinstance(event, Allocated):
@@ -329,6 +335,7 @@ class RunState:
                 | Attempt()
                 | Diverged()
                 | Forecasted()
+                | Controlled()
                 | NoProgress()
                 | Restored()
                 | SettingsChanged()
@@ -407,6 +414,11 @@ class RunState:
     def last_parity(self) -> Parity | None:
         """The newest batch's."""
         return self.parity[max(self.parity)] if self.parity else None
+
+    @property
+    def newest_decision(self) -> Controlled | None:
+        """The controller's decision from the newest evaluation."""
+        return self.decisions[max(self.decisions)] if self.decisions else None
 
     @property
     def newest_forecast(self) -> Forecasted | None:

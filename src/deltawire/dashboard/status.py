@@ -25,6 +25,7 @@ from deltawire.display import safe_line
 from deltawire.errors import CorruptError, InputError, ResyncError
 from deltawire.estimates import BudgetScore
 from deltawire.events import (
+    Controlled,
     Forecasted,
     HeldoutScore,
     Life,
@@ -174,6 +175,13 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Mean tokens of an episode of the newest step that another episode of its group drew."""
     forecast: Forecasted | None = None
     """The trainer's newest forecast; null without ``budget.stop_when``."""
+    controlled: Controlled | None = None
+    """The controller's newest decision; null without ``budget.controller = "auto"``."""
+    budget_thinking: int | None = None
+    budget_completions: int | None = None
+    budget_steps: int | None = None
+    budget_price: float | None = None
+    budget_moves: int | None = None
     gateways: dict[str, float] = {}
     """Totals of the counters of the run's gateways, and the mean rates of their detectors; empty
     without a gateway."""
@@ -327,6 +335,12 @@ class Watch:
             self_attested=trainer.self_attested if trainer else [],
             alarm=_no_progress(state),
             forecast=state.newest_forecast,
+            controlled=state.newest_decision,
+            budget_thinking=whole("budget_thinking", state),
+            budget_completions=whole("budget_completions", state),
+            budget_steps=whole("budget_steps", state),
+            budget_price=value("budget_price", state),
+            budget_moves=whole("budget_moves", state),
             gateways=_attempt(lambda: gateway_totals(self._bucket), problems) or {},
             release=self._release(run),
         )

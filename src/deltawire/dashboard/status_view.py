@@ -14,6 +14,7 @@ from deltawire.dashboard.figures import BY_NAME
 from deltawire.dashboard.status import ProcessLine, RunStatus, Spread
 from deltawire.dashboard.wording import (
     MISSING,
+    controller_words,
     duration,
     figure,
     forecast_words,
@@ -68,8 +69,7 @@ def view(status: RunStatus) -> RenderableType:
         words = "; ".join(legible(text, 300) for text in status.self_attested)
         parts += [Text(f"self-attested by workers: {words}", "dim")]
     parts += [Text(words, "dim") for words in _precisions(status)]
-    if status.forecast is not None:
-        parts += [Text(f"forecast: {forecast_words(status.forecast)}", "dim")]
+    parts += _expectations(status)
     if status.alarm:
         parts += [Text(f"alarm: {legible(status.alarm, 300)}", "red")]
     parts += [Text(f"problem: {legible(text, 300)}", "yellow") for text in status.problems]
@@ -87,6 +87,16 @@ def _precisions(status: RunStatus) -> Iterator[str]:
     if status.precision is not None and status.precision.differs:
         limit = f"parity warns above k3 {status.precision.warn_k3:g}"
         yield f"precision: {status.precision.words}; {limit}"
+
+
+def _expectations(status: RunStatus) -> list[Text]:
+    """The controller's newest decision and the newest forecast, each in one line."""
+    lines = []
+    if status.controlled is not None:
+        lines.append(Text(f"controller: {controller_words(status.controlled)}", "dim"))
+    if status.forecast is not None:
+        lines.append(Text(f"forecast: {forecast_words(status.forecast)}", "dim"))
+    return lines
 
 
 def _figures(status: RunStatus) -> Table:

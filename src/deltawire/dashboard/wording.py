@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from deltawire.display import legible
-from deltawire.events import Forecasted
+from deltawire.estimates import BudgetSetting
+from deltawire.events import Controlled, Forecasted
 
 MISSING = "—"
 
@@ -60,6 +61,26 @@ def figure(value: float | None) -> str:
     if value is None:
         return MISSING
     return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
+
+
+def controller_words(found: Controlled) -> str:
+    """Writes a decision in one line: ``thinking 8 -> 16: longer thinking gains more …``."""
+    before, after = found.before, found.after
+    pairs = (
+        ("thinking", before.thinking, after.thinking),
+        ("completions", before.completions, after.completions),
+        ("optimizer steps", before.steps, after.steps),
+        ("scaffold", before.scaffold, after.scaffold),
+    )
+    moved = [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
+    return f"{', '.join(moved) or 'no move'}: {found.reason}"
+
+
+def setting_words(setting: BudgetSetting) -> str:
+    """Writes a setting in one line: ``thinking 8, 16 completions, …``."""
+    steps = "1 optimizer step" if setting.steps == 1 else f"{setting.steps} optimizer steps"
+    thinking = f"thinking {setting.thinking:,}, " if setting.thinking else ""
+    return f"{thinking}{setting.completions} completions, {steps}, scaffold {setting.scaffold}"
 
 
 def forecast_words(found: Forecasted) -> str:

@@ -17,7 +17,8 @@ def check_start(config: RunConfig) -> None:
     """
     check_model(config)
     require_tasks(config.task)
-    require_scaffold(config.rollout.scaffold)
+    for scaffold in (config.rollout.scaffold, *config.budget.scaffolds):
+        require_scaffold(scaffold)
     for one in config.evaluate.sets:
         require_tasks(one.task)
 

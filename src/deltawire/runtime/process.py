@@ -15,7 +15,8 @@ from typing import Any
 
 from deltawire.config import RunConfig, run_config, with_settings
 from deltawire.errors import FencedError, InputError
-from deltawire.events import EventLog, Life, Role
+from deltawire.events import Life, Role
+from deltawire.runtime.event_log import EventLog
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.heartbeat import HEARTBEAT_S, HeartbeatWriter, read_heartbeat
 from deltawire.runtime.lease import Lease

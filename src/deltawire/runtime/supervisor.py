@@ -47,9 +47,10 @@ from deltawire.errors import (
     InputError,
     StoppedError,
 )
-from deltawire.events import EventLog, Life, Role
+from deltawire.events import Life, Role
 from deltawire.private_files import private_folder
 from deltawire.runtime.children import Launcher, LocalLauncher
+from deltawire.runtime.event_log import EventLog
 from deltawire.runtime.heartbeat import impatient
 from deltawire.runtime.watchdog import Child, Watchdog
 from deltawire.store import Bucket

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from deltawire.estimates import BudgetSetting
 from deltawire.wire.objects import FORMAT
 from deltawire.wire.payload import Index
 
@@ -53,7 +54,8 @@ class Draws(msgspec.Struct, frozen=True, kw_only=True):
     """The tasks of a worker under one lease: its group ``numbers[i]`` has the task at
     ``positions[i]`` of the run's order. Group numbers from ``below`` on have no task yet.
     With allocation, ``sizes[i]`` is its number of completions and ``parts[i]`` its number within
-    the prompt: 0 for a pilot, more for fills. Without, both are empty: ``rollout.group_size``.
+    the prompt: 0 for a pilot, more for fills. Without, both are empty: ``rollout.group_size``. A
+    controller that moves completions states sizes only.
     """
 
     lease: Index
@@ -74,7 +76,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     them. ``settings`` are the values, by dotted key, that differ from the configuration in
     ``run.json``. ``draws`` are the tasks assigned to workers, by worker and lease; without it each
     worker draws from a separate stream. All positions below ``next_draw`` were assigned; those in
-    ``returned`` are free again.
+    ``returned`` are free again. ``budget`` is the controller's setting for groups that start now.
     """
 
     format: int = FORMAT
@@ -92,6 +94,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     draws: Annotated[dict[str, list[Draws]], Meta(max_length=1 << 16)] | None = None
     next_draw: Index = 0
     returned: Annotated[list[Index], Meta(max_length=1 << 20)] = []
+    budget: BudgetSetting | None = None
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from deltawire.errors import RetryError
-from deltawire.events import EventLog, WarmStep, decode_lines
+from deltawire.events import WarmStep, decode_lines
 from deltawire.runtime.event_archive import EventArchiver, read_archive
 from deltawire.runtime.event_cursor import QUIET_S, first_since, newest_segment, number_of, segments
+from deltawire.runtime.event_log import EventLog
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.event_window import TAIL, RecentEvents, recent
 from deltawire.runtime.retained import read_retained

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.budget import forecasts
+from benchmarks.budget import controlled, forecasts
 from benchmarks.budget.allocation import SHOWN, TARGET, gains, price
 from benchmarks.budget.cells import Cells
 from benchmarks.budget.enforcement import count_faults
@@ -115,3 +115,37 @@ def turn(text, mask):
 )
 def test_faults_are_counted_from_the_tokens(text, mask, found):
     assert count_faults(turn(text, mask), budget=2) == found
+
+
+def arm(accuracy, gain=0.1):
+    return {"accuracy": accuracy, "area_start": 0.6, "area_end": 0.6 + gain}
+
+
+def test_the_controller_is_compared_with_the_best_and_the_worst_of_all_seeds(tmp_path):
+    cells = Cells(tmp_path, seeds=range(2))
+    fixed = {"half": [0.5, 0.52], "default": [0.7, 0.71], "double": [0.97, 0.95]}
+    for name, values in fixed.items():
+        for seed, value in enumerate(values):
+            cells.path(name, seed).write_text(json.dumps(arm(value, 0.1 + 0.1 * seed)))
+    cells.path("auto", 0).write_text(json.dumps(arm(0.96)))
+    missing = controlled.compare(cells).values
+    assert missing["auto_vs_best_fixed"] is None
+    assert missing["auto_vs_worst_fixed"] is None
+    assert missing["area_gain"] == pytest.approx(0.15 / 0.05)
+
+    cells.path("auto", 1).write_text(json.dumps(arm(0.96)))
+    found = controlled.compare(cells)
+    assert found.details["auto_vs_best_fixed"]["over"] == "double"
+    assert found.details["auto_vs_worst_fixed"]["over"] == "half"
+    assert found.details["auto_vs_best_fixed"]["mean"] == pytest.approx(0.0, abs=1e-9)
+    assert found.values["auto_vs_worst_fixed"] == pytest.approx(0.45 / 0.01)
+
+
+def test_a_noisy_difference_counts_no_more_than_two_points_of_error(tmp_path):
+    cells = Cells(tmp_path, seeds=range(2))
+    for name, values in {"half": [0.4, 0.4], "default": [0.5, 0.5], "double": [0.9, 0.9]}.items():
+        for seed, value in enumerate(values):
+            cells.path(name, seed).write_text(json.dumps(arm(value)))
+    for seed, value in enumerate([0.9, 0.78]):  # 0.06 worse, give or take 0.06.
+        cells.path("auto", seed).write_text(json.dumps(arm(value)))
+    assert controlled.compare(cells).values["auto_vs_best_fixed"] == pytest.approx(-3.0)

@@ -7,8 +7,9 @@ from live_gateway import published
 
 from deltawire.cli.main import main
 from deltawire.estimates import OffPolicyEstimate
-from deltawire.events import Evaluated, EventLog
+from deltawire.events import Evaluated
 from deltawire.launch.releasing import exit_code
+from deltawire.runtime.event_log import EventLog
 from deltawire.store import open_bucket
 from deltawire.wire import keys
 

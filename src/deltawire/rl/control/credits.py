@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from deltawire.config import RunConfig
+from deltawire.estimates import BudgetSetting
 from deltawire.rl.allocation.allocator import Allocator, OpenParts
 from deltawire.rl.control.admission import WorkerLoad
 from deltawire.rl.control.challenges import Challenges
@@ -58,6 +59,8 @@ class CreditIssuer:
         self._settings = dict(settings or {})
         self.ledger = ledger
         self.version = 0
+        self.budget: BudgetSetting | None = None
+        """The controller's setting of groups that start from the next write on."""
         self.digest = ""
         self.alive: set[str] = set()
         self._bucket = bucket
@@ -96,6 +99,12 @@ class CreditIssuer:
                 self.draws.settle(worker, sequence)
             self.version, self.digest = version, digest
         self.write()
+
+    def follow(self, setting: BudgetSetting | None) -> None:
+        """Starts groups with a setting of the controller, from the next write on."""
+        with self._lock:
+            self.budget = setting
+            self.draws.completions = setting.completions if setting is not None else 0
 
     def observe(
         self,
@@ -202,6 +211,7 @@ class CreditIssuer:
                 draws=self.draws.listed(),
                 next_draw=self.draws.next_position,
                 returned=self.draws.returned,
+                budget=self.budget,
             )
             now = time.monotonic()
             if status != self._written or now - self._written_at >= REWRITE_S:

@@ -79,6 +79,8 @@ class DrawBook:
         source: DrawSource | None = None,
     ) -> None:
         self.source = source
+        self.completions = 0
+        """The size of prompts from now on, where a controller sets it; 0: as configured."""
         self.next_position = next_position
         """All positions below it were given out."""
         self._returned = sorted(set(returned))
@@ -214,12 +216,13 @@ class DrawBook:
         for (worker, lease), below in sorted(self._below.items()):
             held = self._held.get((worker, lease), {})
             numbers = sorted(held)
+            sizes = [held[number].size for number in numbers]
             one = Draws(
                 lease=lease,
                 below=below,
                 numbers=numbers,
                 positions=[held[number].position for number in numbers],
-                sizes=[held[number].size for number in numbers] if self.source else [],
+                sizes=sizes if self.source or any(sizes) else [],
                 parts=[held[number].part for number in numbers] if self.source else [],
             )
             found.setdefault(worker, []).append(one)
@@ -234,7 +237,7 @@ class DrawBook:
         source = self.source
         if source is not None and (fill := source.take_fill()) is not None:
             return Drawn(*fill)
-        size = 0 if source is None else source.first
+        size = self.completions if source is None else source.first
         if self._returned:
             return Drawn(heapq.heappop(self._returned), size)
         if source is not None:

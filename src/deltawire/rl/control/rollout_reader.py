@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import blake3
+import msgspec
 import numpy as np
 
 from deltawire.config import RunConfig
@@ -55,15 +56,17 @@ class Bounds:
         """The bounds of a run."""
         rollout = config.rollout
         sums = rollout.on_full == "summary"  # Each turn may be followed by a summary.
+        scaffolds = [rollout.scaffold, *config.budget.scaffolds]
+        turns = max(turn_limit(msgspec.structs.replace(rollout, scaffold=s)) for s in scaffolds)
         turn = rollout.max_tokens + (rollout.summary_tokens if sums else 0)
         return cls(
             vocabulary,
             rollout.temperature,
             rollout.context,
-            rollout.allocation.most(rollout.group_size),
+            max(rollout.allocation.most(rollout.group_size), *config.budget.completions, 0),
             LARGEST_REWARD * config.probes.reward_scale,
-            turn_limit(rollout) * turn,
-            turn_limit(rollout) * (2 if sums else 1),
+            turns * turn,
+            turns * (2 if sums else 1),
             0 if config.parity.routes == "off" else rollout.context * MAX_ROUTE_BYTES,
             frozenset() if rollout.thinking is None else rollout.thinking.allowed,
             sharing_of(rollout),

@@ -13,8 +13,10 @@ from deltawire.envs import TaskSource, open_tasks
 from deltawire.envs.mixture import MixtureTasks
 from deltawire.errors import InputError
 from deltawire.estimates import OffPolicyEstimate
-from deltawire.events import Evaluated, HeldoutScore
+from deltawire.events import Controlled, Evaluated, HeldoutScore
+from deltawire.rl.budget.decision import BudgetHistory
 from deltawire.rl.evaluate.budget_curve import area_of, measure_budgets
+from deltawire.rl.evaluate.setting_scores import measure_settings, published_bytes
 from deltawire.rl.rollout.episode import play_tasks
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy, swap
@@ -106,6 +108,41 @@ def evaluated_versions(process: Process) -> set[int]:
     return {event.version for event in events if isinstance(event, Evaluated)}
 
 
+class _Controller:
+    """Decides after each evaluation what compute is spent on; records decisions, each once."""
+
+    def __init__(self, process: Process, run: Run, config: RunConfig) -> None:
+        self._process, self._run = process, run
+        self._history = BudgetHistory(config) if config.budget.controller == "auto" else None
+        self._before = -1
+        if self._history is None:
+            return
+        events = events_of(process.bucket, process.name)
+        recorded = {one.version for one in events if isinstance(one, Controlled)}
+        measured = [one for one in events if isinstance(one, Evaluated)]
+        for one in sorted(measured, key=lambda one: (one.version, one.at)):
+            self._before = max(self._before, one.version)
+            found = self._history.observe(one)
+            if found is not None and found.version not in recorded:
+                process.events.record(found)
+
+    def published(self, version: int) -> float:
+        """The mean bytes of the versions since the evaluation before."""
+        if self._history is None:
+            return 0.0
+        first = max(1, self._before + 1)
+        return published_bytes(self._process.bucket, self._run, first, version)
+
+    def observe(self, event: Evaluated) -> None:
+        """Decides by a new evaluation."""
+        if self._history is None:
+            return
+        self._before = event.version
+        found = self._history.observe(event)
+        if found is not None:
+            self._process.events.record(found)
+
+
 def run_evaluator(process: Process, estimator: OpenEstimator = no_estimator) -> None:
     """Runs an evaluator process, which follows every version and measures those that are due and
     the last; of a run of several adapters, those of each line. The ``estimator`` estimates their
@@ -180,6 +217,7 @@ class _HeldoutFollower:
         self._process, self._config, self._beat = process, config, beat
         self._estimate = estimate
         self._done = evaluated_versions(process)
+        self._controller = _Controller(process, run, config)
         self._served, steps = serve_policy(
             process,
             run,
@@ -210,25 +248,28 @@ class _HeldoutFollower:
             began = process.events.now()
             whole, named = asyncio.run(measure_all(served, config, self._sets, self._beat))
             curve = asyncio.run(measure_budgets(served, config, self._beat))
+            settings = asyncio.run(measure_settings(served, config, self._beat))
             estimate = self._estimate(served, self._beat)
             ended = process.events.span("evaluate", began)
-            process.events.record(
-                Evaluated(
-                    process=process.name,
-                    at=ended,
-                    version=version,
-                    accuracy=whole.accuracy,
-                    greedy=whole.greedy,
-                    samples=whole.samples,
-                    problems=whole.problems,
-                    seconds=ended - began,
-                    reward=whole.reward,
-                    sets=named,
-                    budgets=curve,
-                    area=area_of(curve),
-                    off_policy=estimate,
-                )
+            event = Evaluated(
+                process=process.name,
+                at=ended,
+                version=version,
+                accuracy=whole.accuracy,
+                greedy=whole.greedy,
+                samples=whole.samples,
+                problems=whole.problems,
+                seconds=ended - began,
+                reward=whole.reward,
+                sets=named,
+                budgets=curve,
+                area=area_of(curve),
+                off_policy=estimate,
+                settings=settings,
+                published=self._controller.published(version),
             )
+            process.events.record(event)
+            self._controller.observe(event)
             process.events.flush()
             process.heartbeat.count_finished()
             self._done.add(version)

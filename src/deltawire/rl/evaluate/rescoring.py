@@ -52,6 +52,7 @@ from deltawire.config import RunConfig
 from deltawire.engines.base import Completion, OnToken, Sampling
 from deltawire.envs import Task, TaskSource, open_tasks
 from deltawire.errors import DeltawireError, RetryError
+from deltawire.estimates import BudgetSetting
 from deltawire.export.models import fetch_model_files, load_tokenizer
 from deltawire.rl.control.challenges import stream_of
 from deltawire.rl.control.draws import NOT_KNOWN, RUN_STREAM
@@ -59,7 +60,7 @@ from deltawire.rl.control.rollout_buffer import BufferedGroup
 from deltawire.rl.control.worker_guard import Verdict
 from deltawire.rl.evaluate.recorded_model import Logprobs, RecordedModel
 from deltawire.rl.rollout.episode import run_episode
-from deltawire.rl.rollout.episode_types import EpisodeLimits, one_line
+from deltawire.rl.rollout.episode_types import EpisodeLimits, one_line, with_setting
 from deltawire.store import Bucket
 from deltawire.wire.rollouts import MAX_NAME, MAX_TASK, Group, Trajectory
 from deltawire.wire.run import Run
@@ -176,6 +177,7 @@ class GroupChecker:
         self._text = text
         self._model = model
         self._limits = EpisodeLimits.of(config.rollout)
+        self._scaffolds = list(dict.fromkeys((config.rollout.scaffold, *config.budget.scaffolds)))
         self._stops = model.stops
         self._played: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -293,13 +295,24 @@ class GroupChecker:
     ) -> tuple[float, str]:
         """The reward of an episode that is played again, NaN if its tokens are not the recorded
         ones; and why it fails here, empty if it does not."""
+        found = float("nan"), ""
+        for scaffold in self._scaffolds:
+            found = self._reward_with(scaffold, group, task, segments)
+            if found[0] == found[0]:
+                return found
+        return found
+
+    def _reward_with(
+        self, scaffold: str, group: Group, task: Task, segments: list[Trajectory]
+    ) -> tuple[float, str]:
+        """See `_reward_again`; a group does not say which of the run's scaffolds it had."""
         assert self._tasks is not None
         play = run_episode(
             RecordedSampler(group, segments, self._stops),
             self._tasks.open(task),
             self._text,
             temperature=group.temperature,
-            limits=self._limits_of(segments),
+            limits=self._limits_of(segments, scaffold),
         )
         try:
             episode = asyncio.run(play)
@@ -313,10 +326,12 @@ class GroupChecker:
         )
         return episode.trajectory.reward if same else float("nan"), ""
 
-    def _limits_of(self, segments: Sequence[Trajectory]) -> EpisodeLimits:
+    def _limits_of(self, segments: Sequence[Trajectory], scaffold: str) -> EpisodeLimits:
         """The limits of an episode, with the budget of thinking that it states."""
         thinking = segments[0].thinking
-        return self._limits if thinking is None else replace(self._limits, budget=thinking.budget)
+        rollout = with_setting(self._config.rollout, BudgetSetting(scaffold=scaffold))
+        limits = EpisodeLimits.of(rollout)
+        return limits if thinking is None else replace(limits, budget=thinking.budget)
 
     def _thinking_fault(self, segments: Sequence[Trajectory]) -> str:
         """Why the stated thinking cannot be that of an honest worker; empty if it can."""

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from deltawire.chat.requests import RequestSettings
@@ -16,6 +17,7 @@ from deltawire.config import OnFull, RolloutConfig, ThinkingConfig
 from deltawire.config.scaffold import NO_SCAFFOLD, turn_limit
 from deltawire.engines.base import EVERYTHING, Truncation
 from deltawire.envs.base import Task
+from deltawire.estimates import BudgetSetting
 from deltawire.wire.rollouts import MAX_NAME, MAX_PROBES, MAX_TASK, Group, Reuse, Trajectory
 
 MAX_CAUSE = 400
@@ -85,10 +87,26 @@ class EpisodeLimits:
         )
 
 
-def with_budget(limits: EpisodeLimits, *, version: int, group: str, episode: int) -> EpisodeLimits:
-    """The limits of one episode of a group: with its budget of thinking, if the run has budgets."""
+def with_setting(rollout: RolloutConfig, setting: BudgetSetting) -> RolloutConfig:
+    """The rollouts of a controller's setting; its thinking budget is told to `with_budget`."""
+    return msgspec.structs.replace(
+        rollout,
+        group_size=setting.completions or rollout.group_size,
+        scaffold=setting.scaffold or rollout.scaffold,
+    )
+
+
+def with_budget(
+    limits: EpisodeLimits, *, version: int, group: str, episode: int, told: int = 0
+) -> EpisodeLimits:
+    """The limits of one episode of a group: with its budget of thinking, if the run has budgets.
+
+    A budget that a controller ``told`` replaces the draw.
+    """
     if limits.thinking is None:
         return limits
+    if told in limits.thinking.allowed:
+        return replace(limits, budget=told)
     budget = drawn_budget(limits.thinking, version, group, episode)
     return replace(limits, budget=budget)
 

@@ -22,12 +22,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from deltawire.codec import Digest
-from deltawire.config import RunConfig
+from deltawire.config import RolloutConfig, RunConfig
 from deltawire.engines.transformers import IDLE_S
 from deltawire.errors import RetryError
+from deltawire.estimates import BudgetSetting
+from deltawire.rl.budget.limits import BudgetLimits
 from deltawire.rl.control.challenges import nonce_of, stream_of
 from deltawire.rl.control.draws import RUN_STREAM
-from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of, with_budget
+from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of, with_budget, with_setting
 from deltawire.rl.rollout.failure_budget import FailureBudget
 from deltawire.rl.rollout.hardening import protect_credentials
 from deltawire.rl.rollout.policy_server import (
@@ -87,6 +89,7 @@ class Worker:
         """The groups under way, each with its number of completions."""
         self._failure: BaseException | None = None
         self._failures = FailureBudget(config.rollout, process.name)
+        self._limits = BudgetLimits.of(config)
         self._allowed_lag = allowed_lag(config.train.max_staleness)
         process.heartbeat.worker = self._status
 
@@ -196,7 +199,8 @@ class Worker:
         ):
             free -= size
             self._started += 1
-            group = self._sample_group(self._drawn, self.link.secret, place[0], place[1], size)
+            at = place[0], place[1], size
+            group = self._sample_group(self._drawn, self.link.secret, at, status.budget)
             task = asyncio.get_running_loop().create_task(group)
             self._drawn += 1
             self._groups[task] = size
@@ -223,9 +227,11 @@ class Worker:
         return None
 
     async def _sample_group(
-        self, number: int, secret: str, stream: str, place: int, size: int
+        self, number: int, secret: str, at: tuple[str, int, int], setting: BudgetSetting | None
     ) -> None:
-        rollout, limits = self.config.rollout, EpisodeLimits.of(self.config.rollout)
+        stream, place, size = at
+        rollout, told = self._rollout(setting)
+        limits = EpisodeLimits.of(rollout)
         name, nonce, lease = self.process.name, self.process.nonce, self.process.lease.number
         nonce = nonce_of(secret, lease, number) if secret else nonce
         task = self.served.tasks.draw(stream, place)
@@ -235,10 +241,23 @@ class Worker:
             lambda: self.served.tasks.open(task),
             self.served.text,
             rollout,
-            [with_budget(limits, version=version, group=group, episode=n) for n in range(size)],
+            [
+                with_budget(limits, version=version, group=group, episode=n, told=told)
+                for n in range(size)
+            ],
         )
         self._failures.add(task, episodes)
         self.uploader.submit(group_of(name, nonce, task, rollout.temperature, episodes))
+
+    def _rollout(self, setting: BudgetSetting | None) -> tuple[RolloutConfig, int]:
+        """The rollouts of the controller's setting and its thinking budget; the configured ones and
+        0 without a controller, and for a setting outside the run's limits."""
+        config = self.config
+        if setting is None or config.budget.controller == "fixed":
+            return config.rollout, 0
+        if not self._limits.allows(setting):
+            return config.rollout, 0
+        return with_setting(config.rollout, setting), setting.thinking
 
     def _finish(self, status: TrainerStatus) -> bool:
         """At the last version, recompute the digest from the serving weights; else continue."""

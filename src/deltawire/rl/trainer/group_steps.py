@@ -21,6 +21,7 @@ from deltawire.rl.trainer.resume import (
     seed_step,
     skip_withdrawn,
 )
+from deltawire.rl.trainer.settings import config_of_step
 from deltawire.store import Bucket
 from deltawire.train.masters import MasterWeights
 from deltawire.train.reference import Reference
@@ -66,7 +67,7 @@ class GroupSteps:
         return train_step(
             masters,
             [one.group for one in groups],
-            self._config,
+            config_of_step(self._config, order.metadata.settings),
             reference=reference_for(self.reference, groups),
             version=order.base,
             parts=order.metadata.parts,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 
 from deltawire.config import RunConfig, changed_settings, flatten, run_config
+from deltawire.estimates import BudgetSetting
 from deltawire.events import SettingsChanged
 from deltawire.rl.trainer.resume import metadata_at
 from deltawire.runtime.fleet import known_trainer
@@ -17,6 +19,9 @@ from deltawire.sync import newest_version
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
 from deltawire.wire.run import Run
+
+STEPS_KEY: Final = "train.minibatches"
+"""The setting of a step that a controller moves."""
 
 
 def announce_settings(process: Process, run: Run, config: RunConfig) -> dict[str, Any]:
@@ -57,4 +62,23 @@ def last_settings(bucket: Bucket, run: Run) -> dict[str, Any]:
     if (status := known_trainer(bucket)) is not None:
         return status.settings
     head = newest_version(bucket)
-    return metadata_at(bucket, run, head)[0].settings if head else {}
+    found = metadata_at(bucket, run, head)[0].settings if head else {}
+    if run_config(run.config, url=bucket.url).budget.controller == "auto":
+        return {key: value for key, value in found.items() if key != STEPS_KEY}
+    return found
+
+
+def moved_settings(setting: BudgetSetting | None, config: RunConfig) -> dict[str, Any]:
+    """The settings of a step that a controller moved, so that it can be computed again."""
+    if setting is None or setting.steps in (0, config.train.minibatches):
+        return {}
+    return {STEPS_KEY: setting.steps}
+
+
+def config_of_step(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a step whose recorded ``settings`` a controller may have moved."""
+    steps = settings.get(STEPS_KEY, config.train.minibatches)
+    if config.budget.controller == "fixed" or steps == config.train.minibatches:
+        return config
+    train = msgspec.structs.replace(config.train, minibatches=steps)
+    return msgspec.structs.replace(config, train=train)

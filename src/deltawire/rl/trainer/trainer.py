@@ -37,6 +37,7 @@ from deltawire.errors import (
 from deltawire.events import Restored, Step, known
 from deltawire.parity import finite, parity_event
 from deltawire.reward_monitor.watch import ProbeWatch
+from deltawire.rl.budget.controller import BudgetFollower
 from deltawire.rl.control.challenges import Challenges
 from deltawire.rl.control.credits import settle
 from deltawire.rl.control.draws import DrawBook
@@ -57,6 +58,7 @@ from deltawire.rl.trainer.parity_recheck import ParityRecheck
 from deltawire.rl.trainer.progress_alarm import ProgressAlarm
 from deltawire.rl.trainer.resume import groups_of, metadata_at
 from deltawire.rl.trainer.rollbacks import RollbackWatch
+from deltawire.rl.trainer.settings import moved_settings
 from deltawire.runtime.event_archive import EventArchiver
 from deltawire.runtime.fleet import POLL_S, Fleet
 from deltawire.runtime.process import Process
@@ -95,6 +97,7 @@ class Trainer(Leader[StepResult]):
         self._steps = GroupSteps(process.bucket, run, config)
         self.alarm = ProgressAlarm(process.events.record)
         self.stop_rule = StopRule(process.bucket, config, process.events.record)
+        self.controller = BudgetFollower(process.bucket, config)
         super().__init__(process, run, config, model, self._steps, signer=signer)
         self.ledger = self.rank.ledger
         self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
@@ -183,6 +186,7 @@ class Trainer(Leader[StepResult]):
         """Grant the first credits. With `turn` and `finish` these are the parts of `loop`, for a
         caller that leads several trainers."""
         self.archiver.start()
+        self.credits.follow(self.controller.poll())
         self.credits.observe(self.buffer, self._poll() or set(), self.fleet.begun)
         self.credits.write("training")
         self._answered_at = time.monotonic()
@@ -214,6 +218,7 @@ class Trainer(Leader[StepResult]):
                 self.credits.staleness, version=self.version, alive=alive
             )
             self.credits.observe(self.buffer, alive, self.fleet.begun)
+            self.credits.follow(self.controller.poll())
             self.credits.write()
         if batch is None:
             self._mark = events.span("wait", self._mark)
@@ -311,7 +316,7 @@ class Trainer(Leader[StepResult]):
             dropped=ranges_of(batch.dropped),
             hashes=[one.hash for one in batch.taken],
             threads=torch.get_num_threads(),
-            settings=self.settings,
+            settings={**self.settings, **moved_settings(self.credits.budget, self.config)},
             position=self.credits.draws.next_position,
             ranks=self.rank.mesh.ranks,
             parts=batch.parts,

@@ -1,0 +1,1 @@
+"""Controller: moves a run's thinking budget by accuracy gained per token."""
