@@ -31,15 +31,14 @@ def relay_run(
 ) -> None:
     """Copies the versions that exist; with ``follow``, also new ones, until interrupted."""
     with bars(hidden=as_json) as bar:
-        metered = MeteredBucket(
-            open_trusted(source, options.trust), lambda read, _: bar.advance(read)
-        )
+        opened = open_trusted(source, options.trust)
+        metered = MeteredBucket(opened, lambda read, _: bar.advance(read))
         target = open_bucket(destination, create=True)
         bar.begin("copied")
         relay = Relay(
             metered,
             target,
-            public_key=options.trust.pinned,
+            public_key="" if opened.pin is None else str(opened.pin),
             start=options.start,
             strides=options.strides,
             signer=options.signer,

@@ -5,14 +5,17 @@ from __future__ import annotations
 from deltawire.config import run_config
 from deltawire.config.served import published
 from deltawire.errors import InputError
+from deltawire.runtime.signed_bucket import signing
 from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync.chain.objects import require_run
 from deltawire.wire import keys
 
 
 def line_bucket(bucket: Bucket, name: str, *, create: bool = False) -> Bucket:
-    """Opens the place of a run's line."""
-    return open_bucket(f"{bucket.url.rstrip('/')}/{keys.line(name)}", create=create)
+    """Opens the place of a run's line, with the trust and the key that the run was opened with."""
+    place = open_bucket(f"{bucket.url.rstrip('/')}/{keys.line(name)}", create=create)
+    signed = signing(bucket)
+    return place if signed is None else signed.line(place, name)
 
 
 def publication_bucket(bucket: Bucket, exporter: str) -> Bucket:
@@ -33,5 +36,8 @@ def publication_bucket(bucket: Bucket, exporter: str) -> Bucket:
 
 
 def run_of_line(bucket: Bucket, name: str) -> Bucket:
-    """Opens the run that a line belongs to, from the line's place."""
-    return open_bucket(bucket.url.rstrip("/").removesuffix(keys.line(name)))
+    """Opens the run that a line belongs to, from the line's place, with the trust that the line was
+    opened from."""
+    place = open_bucket(bucket.url.rstrip("/").removesuffix(keys.line(name)))
+    signed = signing(bucket)
+    return place if signed is None or signed.upper is None else signed.upper.over(place)

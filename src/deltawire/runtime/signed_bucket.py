@@ -9,9 +9,10 @@
          bucket       bytes + signature line
 
 In an unsigned run every operation is passed on unchanged. The pin (``--public-key``) decides
-whether the run is signed and who owns it; without one, ``run.json`` is trusted. Sealed objects
-(weights) are checked by their own readers; this bucket records their versions, so that a reader
-does not go back (`deltawire.runtime.highest_version`).
+whether the run is signed and who owns it; without one, ``run.json`` is trusted. The lines of a
+signed run have its owner and its grants (`SignedBucket.line`). Sealed objects (weights) are checked
+by their own readers; this bucket records their versions, so that a reader does not go back
+(`deltawire.runtime.highest_version`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from deltawire.wire.roles import (
     encode_grant,
     open_bytes,
     role_for,
+    run_of_line,
     sign_bytes,
 )
 from deltawire.wire.run import MAX_RUN_BYTES
@@ -87,6 +89,9 @@ class _State:
     unsigned: bool = False
     grants: dict[str, _KnownGrant] = field(default_factory=dict)
     signed_at: dict[str, float] = field(default_factory=dict)
+    upper: SignedBucket | None = None
+    """The run that a line belongs to, whose grants count."""
+    allow_rollback: bool = False
     newest: tuple[int, float] = (-1, 0.0)
     """The newest version whose manifest was read, and when it was signed."""
     highest: HighestVersion | None = None
@@ -128,6 +133,28 @@ class SignedBucket(DelegatingBucket):
         other = SignedBucket(inner)
         other._state = self._state
         return other
+
+    def line(self, place: Bucket, name: str) -> SignedBucket:
+        """Returns the bucket of a line of this run, at ``place``, with this bucket's key and role.
+
+        The line of a signed run has the run's owner, an id that follows from the run's, and no
+        grants of its own: a role's key is that of the run. The line of an unsigned run is unsigned.
+        """
+        state, trust = self._state, self.trust
+        pin = None if trust is None else Pin(trust.owner, run_of_line(trust.run_id, name))
+        found = SignedBucket(
+            place, pin=pin, signer=state.signer if pin else None, role=state.role,
+            max_age_s=state.max_age_s, clock=state.clock,
+        )  # fmt: skip
+        found._state.upper = self
+        if state.highest is not None:
+            found.over(RetryingBucket.over(place)).remember(allow_rollback=state.allow_rollback)
+        return found
+
+    @property
+    def upper(self) -> SignedBucket | None:
+        """The run that this bucket's line belongs to; None if this is no line's."""
+        return self._state.upper
 
     @property
     def trust(self) -> Trust | None:
@@ -276,6 +303,8 @@ class SignedBucket(DelegatingBucket):
     def _granted(self, trust: Trust, role: str, key: str, *, again: bool = False) -> str:
         """Returns the public key of a role; raises `SignatureError` if none is granted."""
         state = self._state
+        if state.upper is not None and (above := state.upper.trust) is not None:
+            return state.upper._granted(above, role, key, again=again)
         with state.lock:
             cached = state.grants.get(role)
         doubtful = again or cached is None or cached.grant is None
@@ -361,7 +390,17 @@ class SignedBucket(DelegatingBucket):
                 now=state.clock(),
             )  # fmt: skip
         highest.check(newest, seen=seen, allow_rollback=allow_rollback)
-        state.highest = highest
+        state.highest, state.allow_rollback = highest, allow_rollback
+
+
+def signing(bucket: Bucket) -> SignedBucket | None:
+    """Returns the layer of a bucket that signs and checks; None if it has none."""
+    layer = bucket
+    while isinstance(layer, DelegatingBucket):
+        if isinstance(layer, SignedBucket):
+            return layer
+        layer = layer.inner
+    return None
 
 
 def grant_role(

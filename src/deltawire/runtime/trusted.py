@@ -9,6 +9,7 @@ from deltawire.errors import InputError
 from deltawire.runtime.signed_bucket import SignedBucket, grant_role
 from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync.chain.objects import read_run
+from deltawire.wire import keys
 from deltawire.wire.roles import TRAINER_ROLE, Pin
 from deltawire.wire.seal import Signer
 
@@ -37,12 +38,21 @@ ANY = ReaderTrust()
 def open_trusted(
     location: str, trust: ReaderTrust = ANY, *, signer: Signer | None = None, role: str = ""
 ) -> SignedBucket:
-    """Opens a run's bucket to read it, and with ``signer`` to write to it in ``role``.
+    """Opens a run's bucket to read it, and with ``signer`` to write to it in ``role``. For the line
+    of a signed run (``RUN/lines/NAME``), ``trust`` and ``signer`` are those of the run.
 
     Raises `InputError` for a wrong location, and `SignatureError` for a bucket that does not hold
     the pinned run, or holds only an older state of it.
     """
-    return trusted(open_bucket(location), trust, signer=signer, role=role)
+    bucket = open_bucket(location)
+    upper, name = keys.split_line(bucket.url)
+    if name:
+        above = open_bucket(upper)
+        if above.exists(keys.RUN):
+            signed = trusted(above, trust, signer=signer, role=role)
+            if signed.trust is not None:
+                return signed.line(bucket, name)
+    return trusted(bucket, trust, signer=signer, role=role)
 
 
 def trusted(

@@ -46,6 +46,7 @@ from deltawire.sync.publish.sharded import load_ranges
 from deltawire.train.parallel import TrainerMesh
 from deltawire.train.publishing import open_rank_publisher
 from deltawire.wire.run import Run
+from deltawire.wire.seal import Signer
 
 
 class Publication:
@@ -67,6 +68,7 @@ class Publication:
         train: TrainConfig,
         epoch: int,
         session: str,
+        signer: Signer | None = None,
     ) -> None:
         self.exporter, self._main, self._upper, self._upper_run = exporter, main, bucket, run
         self.bucket = RetryingBucket.over(line_bucket(bucket, exporter))
@@ -98,6 +100,7 @@ class Publication:
             session=session,
             anchor_every=train.anchor_every,
             compaction_strides=COMPACTION_STRIDES if train.compaction else (),
+            signer=signer,
         )
         self._ranges = {
             name: (main.held.starts.get(name, 0), bits.size)
@@ -192,6 +195,7 @@ class Publications:
         train: TrainConfig,
         epoch: int,
         session: str,
+        signer: Signer | None = None,
     ) -> None:
         self._main = main
         self.by_name: dict[str, Publication] = {}
@@ -200,7 +204,7 @@ class Publications:
             for one in train.also_publish:
                 self.by_name[one] = Publication(
                     bucket, run, one, model, mesh,
-                    main=main, train=train, epoch=epoch, session=session,
+                    main=main, train=train, epoch=epoch, session=session, signer=signer,
                 )  # fmt: skip
         except BaseException:
             self.__exit__(None, None, None)

@@ -357,3 +357,13 @@ def line(name: str) -> str:
     are all keys of a run.
     """
     return f"{LINES}{_checked(name)}"
+
+
+def split_line(url: str) -> tuple[str, str]:
+    """Returns the URL of the run that a line belongs to, and the line's name, from the URL of a
+    line; an empty name for any other URL.
+    """
+    upper, found, name = url.rstrip("/").rpartition(f"/{LINES}")
+    if not found or not upper or not valid_name(name):
+        return url, ""
+    return upper, name

@@ -56,6 +56,12 @@ def worker_role(worker: str) -> str:
     return f"worker-{worker}"
 
 
+def run_of_line(run_id: str, line: str) -> str:
+    """Returns the id of a line of a signed run: it follows from the run's, so that a reader that
+    knows the run knows its lines."""
+    return blake3(f"deltawire line {line} of {run_id}".encode()).hexdigest(length=16)
+
+
 def role_of(process: str) -> str:
     """Returns the role in which a process of this name signs."""
     return process if process in PROCESS_ROLES else worker_role(process)

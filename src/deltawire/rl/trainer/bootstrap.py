@@ -21,6 +21,7 @@ from deltawire.train.checkpoint import checkpoint_versions, keep_checkpoint, sav
 from deltawire.train.masters import MasterWeights
 from deltawire.train.parallel import device_of, whole_mesh
 from deltawire.wire.ledger import Ledger
+from deltawire.wire.roles import run_of_line
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 
@@ -54,14 +55,17 @@ def start_run(
         if read_run(bucket) is not None:  # An earlier start ended before it committed version 0.
             check_same(bucket, config)
         publish_start(bucket, config, model_directory, start, signer=signer, run_id=run_id)
+    run = require_run(bucket, public_key=signer.public_key if signer else "")
+    check_signer(bucket, run, signer)
     keep_start(bucket, config, start)
     for exporter, publication in publications.items():
         place = line_bucket(bucket, exporter, create=True)
         if newest_version(place) is None:
             own = publication_config(config, exporter)
-            publish_start(place, own, model_directory, (start[0], publication))
-    run = require_run(bucket, public_key=signer.public_key if signer else "")
-    check_signer(bucket, run, signer)
+            publish_start(
+                place, own, model_directory, (start[0], publication),
+                signer=signer, run_id=run_of_line(run.id, exporter) if signer else "",
+            )  # fmt: skip
     _, source = start
     if run.tensors != (specs := source.specs()) or run.digest != digest_of(source).hex():
         raise another_model(bucket, run.tensors, specs)
@@ -85,17 +89,31 @@ def keep_start(bucket: Bucket, config: RunConfig, start: tuple[Any, WeightSource
     save_checkpoint(bucket, masters.state(), Ledger(), version=0, digest=digest, run=run.id)
 
 
-def start_lines(bucket: Bucket, config: RunConfig, model_directory: Path) -> Run:
+def start_lines(
+    bucket: Bucket,
+    config: RunConfig,
+    model_directory: Path,
+    *,
+    signer: Signer | None = None,
+    run_id: str = "",
+) -> Run:
     """Create a run of several adapters: its base, and each adapter's line. Returns the base's run.
+
+    With ``signer``, the run and its lines are signed by its key.
 
     Raises as `start_run` does.
     """
     base, source = load_start(config, model_directory)
-    run = start_run(bucket, config, model_directory, start=(base, source))
+    run = start_run(
+        bucket, config, model_directory, signer=signer, run_id=run_id, start=(base, source)
+    )
     for one in config.train.adapters:
         own = line_config(config, one.name, base=run.digest)
         place = line_bucket(bucket, one.name, create=True)
-        start_run(place, own, model_directory, start=load_line(base, own))
+        start_run(
+            place, own, model_directory, signer=signer,
+            run_id=run_of_line(run.id, one.name) if signer else "", start=load_line(base, own),
+        )  # fmt: skip
     return run
 
 

@@ -50,25 +50,16 @@ def run_trainer(
     process.record_life("started")
     try:
         if source is not None and source[0].train.adapters:
-            if signer is not None:
-                raise InputError(
-                    "a run of several adapters cannot be signed yet",
-                    hint="start it without --key, or with one adapter",
-                )
-            start_lines(process.bucket, *source)
+            start_lines(process.bucket, *source, signer=signer, run_id=run_id)
         elif source is not None:
-            if signer is not None and source[0].train.also_publish:
-                raise InputError(
-                    "a run that publishes in several precisions cannot be signed yet",
-                    hint="start it without --key, or leave out train.also_publish",
-                )
             start_run(process.bucket, *source, signer=signer, run_id=run_id)
         run, config = open_run(process.bucket)
         config = config if source is None else source[0]
         _check_layout(config)
         process.heartbeat.faults = config.faults
         if config.train.adapters:
-            with LinesTrainer(process, config, changed=source is not None) as lines_trainer:
+            changed = source is not None
+            with LinesTrainer(process, config, signer=signer, changed=changed) as lines_trainer:
                 lines_trainer.loop()
             process.record_life("stopped", lines_trainer.described)
             return

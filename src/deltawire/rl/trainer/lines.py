@@ -30,13 +30,15 @@ from deltawire.runtime.process import Process, open_run
 from deltawire.sync import require_run
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
+from deltawire.wire.seal import Signer
 from deltawire.wire.status import Phase, TrainerStatus
 
 
 class LinesTrainer:
     """Leads a trainer for each line of a run. A context manager, which ends their threads.
 
-    ``changed`` says that ``config`` was given at this start, and not read from the run.
+    ``signer`` signs the versions of a signed run's lines. ``changed`` says that ``config`` was
+    given at this start, and not read from the run.
 
     Example::
 
@@ -44,8 +46,15 @@ class LinesTrainer:
             trainer.loop()
     """
 
-    def __init__(self, process: Process, config: RunConfig, *, changed: bool = False) -> None:
-        self._process, self._config = process, config
+    def __init__(
+        self,
+        process: Process,
+        config: RunConfig,
+        *,
+        signer: Signer | None = None,
+        changed: bool = False,
+    ) -> None:
+        self._process, self._config, self._signer = process, config, signer
         self._run = require_run(process.bucket)
         self._epoch = next_epoch(process.bucket, self._run, 0)
         self._changed = changed
@@ -87,7 +96,7 @@ class LinesTrainer:
         process.heartbeat.faults = config.faults
         process.record_life("started")
         model = open_policy_model(process.bucket, run, config)
-        trainer = Trainer(process, run, config, model)
+        trainer = Trainer(process, run, config, model, signer=self._signer)
         self._open.callback(trainer.close)
         return trainer
 

@@ -134,6 +134,7 @@ class Rank(Generic[R_co]):
             train=train,
             epoch=start.epoch,
             session=start.session,
+            signer=signer,
         )
         self.checkpoints = CheckpointWriter(bucket, self.mesh, run=run.id, confirm=confirm)
         self._saved = -1
