@@ -42,6 +42,7 @@ from deltawire.train.checkpoint_storage import BucketWriter
 from deltawire.train.masters import MasterWeights
 from deltawire.train.rank_agent import rank_environment
 from deltawire.wire import keys
+from deltawire.wire.coordination import Part
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.objects import encode_json
 from deltawire.wire.rollouts import encode_group
@@ -92,6 +93,10 @@ def _of_part(_: Any, version: int, *__: Any) -> int:
     return version
 
 
+def _of_created_part(_: Any, __: str, part: Part) -> int:
+    return part.version
+
+
 def _of_save(writer: BucketWriter, *_: Any) -> int:
     return writer.version
 
@@ -104,7 +109,7 @@ POINTS = {
     "gradients": Point([MasterWeights], "step", _of_step, after=False),
     "updated": Point([MasterWeights], "step", _of_step, after=True),
     "encoding": Point([commit.VersionWriter], "encode", _of_encoding, after=False),
-    "part": Point([sharded.ShardPublisher], "_create_part", _of_part, after=True),
+    "part": Point([sharded.ShardPublisher], "_create_part", _of_created_part, after=True),
     "manifest": Point([sharded, publisher], "create_manifest", _of_manifest, after=False),
     "committed": Point([sharded, publisher], "create_manifest", _of_manifest, after=True),
     "waiting": Point([sharded.ShardPublisher], "_await_manifest", _of_part, after=False),
