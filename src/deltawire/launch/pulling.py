@@ -23,13 +23,17 @@ PATIENCE_S = 600.0
 
 
 class Pulled(msgspec.Struct, frozen=True):
-    """One version that the directory shows now; ``base`` is the version it showed before."""
+    """One version that the directory shows now; ``base`` is the version it showed before.
+
+    ``bytes`` were fetched, and ``written`` bytes of weights written to the disk.
+    """
 
     version: int
     base: int | None
     digest: str
     bytes: int
     seconds: float
+    written: int = 0
 
 
 def pull_directory(
@@ -146,6 +150,7 @@ class _Puller:
             digest,
             self._bucket.read_bytes - before,
             time.perf_counter() - started,
+            self._checkout.bytes_written,
         )
         if self._json:
             print(safe_json(done), flush=True)  # noqa: T201
@@ -153,5 +158,5 @@ class _Puller:
         rate = byte_size(done.bytes / done.seconds) if done.seconds else "-"
         self._bar.log(
             f"version {version} {digest[:16]}: {byte_size(done.bytes)} in {done.seconds:.1f} s "
-            f"({rate}/s)"
+            f"({rate}/s), {byte_size(done.written)} written"
         )

@@ -16,15 +16,22 @@ Patching the files in place would take half the disk space, but a reader that ha
 memory would see weights of two versions without a way to notice.
 
 The files under construction are themselves the mirror, mapped into memory, so nothing is held
-twice. The mirror starts as a copy of the previous version, after comparing that with its digest,
-and applies the deltas. A killed process continues from ``building``: pieces of an anchor that are
-there already, by their digests, are not fetched again.
+twice. The mirror starts as the previous version, after comparing that with its digest, and applies
+the deltas. Each file begins in the first way that works:
+
+1. A reflink shares the previous file's blocks, and only changed pages are written.
+2. A hard link shares the whole file, if the deltas change no tensor in it. Such a file is mapped
+privately: nothing is ever written to it in place. If a tensor in it changes after all, because a
+damaged object led the mirror another way, the file is written anew under its name.
+3. Else the file is copied.
+
+A killed process continues from ``building``: pieces of an anchor that are there already, by their
+digests, are not fetched again.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import shutil
 from collections.abc import Iterator
@@ -36,25 +43,25 @@ import numpy as np
 from blake3 import blake3
 
 from deltawire import codec
-from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
 from deltawire.private_files import private_folder
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.store.folder import flush_folder
 from deltawire.sync.chain.objects import files_of, read_manifest
+from deltawire.sync.chain.payloads import read_payload
+from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.sync.follow.load import load_mirror
-from deltawire.sync.follow.mirror import Bits, Mirror
+from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.follow.mirror_file import open_locked
 from deltawire.sync.huggingface.checkpoint_dir import plans_of, read_files
+from deltawire.sync.huggingface.mapped_files import FileMirror, digest_files, made, mapped
 from deltawire.sync.huggingface.safetensors_layout import FilePlan
+from deltawire.sync.huggingface.shared_files import Way, clone, link
 from deltawire.sync.publish.encoding import chunks_of, digest_chunks
 from deltawire.sync.publish.model_files import LAYOUT
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
-
-READ_BYTES = 16 << 20
-"""Files are read in parts of this many bytes: a truncated file is then an error, not a signal."""
 
 
 class Checkout:
@@ -80,6 +87,13 @@ class Checkout:
         self._building = self._store / "building"
         self._poller = VersionPoller(self.bucket, run)
         self._resuming = False
+        self._base: int | None = None
+        """The version whose files those under construction share."""
+        self.written: dict[Way, int] = {}
+        """Bytes of the files of the version built last, by the way in which each began; of a cloned
+        file only the changed pages were written, of a linked one nothing."""
+        self.changed_bytes = 0
+        """Bytes of the pages of those files that changes were written to."""
         self._verified: set[int] = set()
         """Versions that this object has built, or has compared with their digests."""
         _check_free(self.directory)
@@ -111,6 +125,13 @@ class Checkout:
                 return _number(target.name)
         return None
 
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of weights that the last `bring_to` wrote to the disk: copied files, and the pages
+        of the others that changed."""
+        changed = self.changed_bytes if self.written.get(Way.CLONED) else 0
+        return self.written.get(Way.COPIED, 0) + changed
+
     def newest(self) -> int | None:
         """Returns the newest version that can be read if it is newer than the directory's, else
         None.
@@ -140,6 +161,7 @@ class Checkout:
         disk, for example); the directory then shows the same version as before.
         """
         manifest = known or self._manifest(version)
+        self.written, self.changed_bytes = {}, 0
         with self._writing("free some space, or repair the disk; then run the same command again"):
             if version not in self._verified and not self._is_intact(version, manifest):
                 self._build(version, manifest)
@@ -182,9 +204,9 @@ class Checkout:
         plans = plans_of(
             self.run, read_files(self.bucket, layout, version=version), url=self.bucket.url
         )
-        if not _made(folder, plans):
+        if not made(folder, plans):
             raise CorruptError(f"{folder} lacks files that deltawire wrote", version=version)
-        if _digest_files(folder, plans, self.run).hex() != manifest.digest:
+        if digest_files(folder, plans, self.run).hex() != manifest.digest:
             raise CorruptError(f"the weights in {folder} were changed", version=version)
 
     @contextmanager
@@ -222,15 +244,10 @@ class Checkout:
         listed = files_of(self.run, manifest)
         files = read_files(self.bucket, listed, version=version)
         plans = plans_of(self.run, files, url=self.bucket.url)
-        self._begin(version, plans)
-        with _mapped(self._building, plans, self.run) as target:
-            self._copy_held(target, version)
-            load_mirror(
-                self.bucket, self.run, at=version, into=target,
-                resume=self._resuming, threads=self._threads, known=manifest,
-            )  # fmt: skip
-            if target.digest.hex() != manifest.digest:
-                raise CorruptError("not the version's digest", run=self.bucket.url, version=version)
+        try:
+            self._build_files(version, manifest, plans, share=True)
+        except _DamagedBaseError:
+            self._build_files(version, manifest, plans, share=False)
         for name, data in files.items():
             if name != LAYOUT:
                 _write(self._building / name, data)
@@ -244,53 +261,153 @@ class Checkout:
         shutil.rmtree(damaged, ignore_errors=True)
         (self._store / "building.version").unlink(missing_ok=True)
 
-    def _begin(self, version: int, plans: list[FilePlan]) -> None:
-        """Creates the files at their full size, or continues those of a process that ended."""
+    def _build_files(
+        self, version: int, manifest: Manifest, plans: list[FilePlan], *, share: bool
+    ) -> None:
+        """Builds the weights of a version; with ``share``, from files of an earlier one.
+
+        Raises `_DamagedBaseError` if that one turns out to be damaged.
+        """
+        ways = self._begin(version, plans, share=share)
+        linked = {name for name, way in ways.items() if way is Way.LINKED}
+        self.changed_bytes = 0
+        with mapped(self._building, plans, self.run, private=linked) as target:
+            self._copy_held(target, version, plans, ways)
+            load_mirror(
+                self.bucket, self.run, at=version, into=target,
+                resume=self._resuming, threads=self._threads, known=manifest,
+            )  # fmt: skip
+            if target.digest.hex() != manifest.digest:
+                raise CorruptError("not the version's digest", run=self.bucket.url, version=version)
+            self.changed_bytes = target.changed_bytes
+            for plan in plans:
+                if plan.name in linked and target.may_have_changed(plan):
+                    self._write_anew(plan, target)
+                    ways[plan.name] = Way.COPIED
+        self.written = dict.fromkeys(Way, 0)
+        for plan in plans:
+            self.written[ways[plan.name]] += plan.bytes
+
+    def _write_anew(self, plan: FilePlan, target: Mirror) -> None:
+        """Replaces a linked file by one with the mirror's bits, under the same name."""
+        path = self._building / plan.name
+        path.unlink()
+        with path.open("xb") as file:
+            file.write(plan.prefix)
+            for span in plan.spans:
+                file.seek(span.begin)
+                file.write(target.tensors[span.stored].view(np.uint8).data)
+            file.truncate(plan.bytes)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _begin(self, version: int, plans: list[FilePlan], *, share: bool) -> dict[str, Way]:
+        """Creates the files, or continues those of a process that ended. Returns how each began."""
         older = any(held < version for held in self._versions())
-        self._resuming = not older and self.unfinished() == version and _made(self._building, plans)
+        all_copied = {plan.name: Way.COPIED for plan in plans}
+        self._base = None
+        self._resuming = not older and self.unfinished() == version and made(self._building, plans)
         if self._resuming:
-            return
+            return all_copied
         (self._store / "building.version").unlink(missing_ok=True)
         shutil.rmtree(self._building, ignore_errors=True)
-        needed, free = sum(plan.bytes for plan in plans), shutil.disk_usage(self._store).free
+        self._building.mkdir()
+        ways = all_copied | (self._share(version, plans) if share else {})
+        copied = [plan for plan in plans if ways[plan.name] is Way.COPIED]
+        needed, free = sum(plan.bytes for plan in copied), shutil.disk_usage(self._store).free
         if needed > free:
+            shutil.rmtree(self._building, ignore_errors=True)
             raise InputError(
                 f"the version needs {needed} bytes; {self._store.parent} has {free} free",
                 hint="free some space; then run the same command again",
                 version=version,
             )
-        self._building.mkdir()
-        for plan in plans:
+        for plan in copied:
             with (self._building / plan.name).open("wb") as file:
                 file.write(plan.prefix)
                 _reserve(file, plan.bytes)
         _write(self._store / "building.version", str(version).encode())
+        return ways
 
-    def _copy_held(self, target: Mirror, version: int) -> None:
+    def _share(self, version: int, plans: list[FilePlan]) -> dict[str, Way]:
+        """Clones or links files of the newest earlier version on this disk, where that can be."""
+        held = max((v for v in self._versions() if v < version), default=None)
+        if held is None:
+            return {}
+        folder = self._store / _name(held)
+        changed = self._changed(held, version)
+        found: dict[str, Way] = {}
+        for plan in plans:
+            source, target = folder / plan.name, self._building / plan.name
+            if not made(folder, [plan]):
+                continue
+            if clone(source, target):
+                found[plan.name] = Way.CLONED
+            elif (
+                changed is not None
+                and changed.isdisjoint(span.stored for span in plan.spans)
+                and link(source, target)
+            ):
+                found[plan.name] = Way.LINKED
+        self._base = held if found else None
+        return found
+
+    def _changed(self, held: int, version: int) -> set[str] | None:
+        """Returns the tensors that the cheapest route from ``held`` changes, None if it leads over
+        an anchor or there is none.
+        """
+        finder = RouteFinder(self.bucket, self.run, held=held, goal=version)
+        found: set[str] = set()
+        try:
+            route = finder.find()
+            for edge in () if route is None else route.edges:
+                if edge.base is None:
+                    return None
+                step, ref = finder.step(edge)
+                pieces = read_payload(self.bucket, self.run, step, ref).pieces
+                found |= {self.run.tensors[piece.tensor].name for piece in pieces}
+        except CorruptError:
+            return None
+        return None if route is None else found
+
+    def _copy_held(
+        self, target: FileMirror, version: int, plans: list[FilePlan], ways: dict[str, Way]
+    ) -> None:
         """Starts from the newest undamaged version on this disk before ``version``."""
+        there = {
+            span.stored
+            for plan in plans
+            if ways[plan.name] is not Way.COPIED
+            for span in plan.spans
+        }
         for held in sorted((v for v in self._versions() if v < version), reverse=True):
             manifest = read_manifest(self.bucket, self.run, held)
-            if manifest is None:
-                continue
             try:
-                self._copy(target, held, manifest)
+                if manifest is not None:
+                    self._copy(target, held, manifest, there if held == self._base else set())
             except (CorruptError, OSError):
                 target.begin()
-                continue
-            return
+            if target.version == held:
+                return
+            if held == self._base:
+                raise _DamagedBaseError  # Its files were shared: begin without them.
 
-    def _copy(self, target: Mirror, held: int, manifest: Manifest) -> None:
+    def _copy(self, target: Mirror, held: int, manifest: Manifest, there: set[str]) -> None:
+        """Copies the bits of an earlier version, but for the tensors that are ``there``, and
+        compares all with its digest.
+        """
         listed = files_of(self.run, manifest)
         files = read_files(
             self.bucket, [file for file in listed if file.name == LAYOUT], version=held
         )
         plans = plans_of(self.run, files, url=self.bucket.url)
         folder = self._store / _name(held)
-        if not _made(folder, plans):
+        if not made(folder, plans):
             raise CorruptError("the directory lacks files that deltawire wrote", version=held)
-        with _mapped(folder, plans, self.run, writable=False) as source:
+        with mapped(folder, plans, self.run, writable=False) as source:
             for name, bits in target.tensors.items():
-                bits[:] = source.tensors[name]
+                if name not in there:
+                    bits[:] = source.tensors[name]
         found = sum(
             digest_chunks(chunks_of(self.run, target), target, threads=self._threads).values(),
             codec.ZERO,
@@ -340,6 +457,10 @@ class Checkout:
             )
 
 
+class _DamagedBaseError(Exception):
+    """The version whose files were shared is damaged."""
+
+
 def _check_free(directory: Path) -> None:
     if directory.is_symlink() or not directory.exists():
         link = directory.readlink() if directory.is_symlink() else None
@@ -351,94 +472,6 @@ def _check_free(directory: Path) -> None:
             f"{directory} exists but was not created by deltawire pull",
             hint="choose a new name or an empty directory",
         )
-
-
-def _made(folder: Path, plans: list[FilePlan]) -> bool:
-    """Returns whether a folder holds the planned safetensors files, by their sizes and headers."""
-    try:
-        for plan in plans:
-            with (folder / plan.name).open("rb") as file:
-                if file.read(len(plan.prefix)) != plan.prefix:
-                    return False
-                if os.fstat(file.fileno()).st_size != plan.bytes:
-                    return False
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def _mapped(
-    folder: Path, plans: list[FilePlan], run: Run, *, writable: bool = True
-) -> Iterator[Mirror]:
-    """Maps the safetensors files of a folder as a mirror that holds no version.
-
-    On exit, writes what could not be a view (an unaligned tensor, the second name of a tied one),
-    and flushes everything to the disk.
-    """
-    specs = {spec.name: spec for spec in run.tensors}
-    tensors: dict[str, Bits] = {}
-    later: list[tuple[Bits, str]] = []
-    maps: list[mmap.mmap] = []
-    access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-    for plan in plans:
-        with (folder / plan.name).open("r+b" if writable else "rb") as file:
-            memory = mmap.mmap(file.fileno(), plan.bytes, access=access)
-        maps.append(memory)
-        raw = np.frombuffer(memory, np.uint8)
-        for span in plan.spans:
-            dtype = codec.unsigned_of(specs[span.stored].dtype)
-            part = raw[span.begin : span.end]
-            aligned = span.begin % dtype.itemsize == 0
-            if span.stored not in tensors and aligned:
-                tensors[span.stored] = part.view(dtype)
-                continue
-            if span.stored not in tensors:
-                tensors[span.stored] = np.frombuffer(part.tobytes(), dtype).copy()
-            later.append((part, span.stored))
-    mirror = Mirror({spec.name: tensors[spec.name] for spec in run.tensors}, -1, Digest(0, 0))
-    try:
-        yield mirror
-        if writable:
-            for part, stored in later:
-                part[:] = tensors[stored].view(np.uint8)
-            for memory in maps:
-                memory.flush()
-    finally:
-        mirror.tensors = {}
-        tensors.clear()
-        later.clear()
-        for memory in maps:
-            with suppress(BufferError):  # An error in flight may still hold a view.
-                memory.close()
-    for plan in plans if writable else ():
-        with (folder / plan.name).open("rb") as file:
-            os.fsync(file.fileno())
-
-
-def _digest_files(folder: Path, plans: list[FilePlan], run: Run) -> Digest:
-    """Computes the model's digest from its files; names of tied tensors must hold the same bits.
-
-    Raises `CorruptError` if they do not, or a file is shorter than planned.
-    """
-    specs = {spec.name: spec for spec in run.tensors}
-    digests: dict[str, Digest] = {}
-    for plan in plans:
-        with (folder / plan.name).open("rb") as file:
-            for span in plan.spans:
-                dtype = codec.unsigned_of(specs[span.stored].dtype)
-                file.seek(span.begin)
-                found, at = codec.ZERO, 0
-                for begin in range(span.begin, span.end, READ_BYTES):
-                    data = file.read(min(READ_BYTES, span.end - begin))
-                    if len(data) != min(READ_BYTES, span.end - begin):
-                        raise CorruptError(f"{folder / plan.name} was truncated")
-                    bits = np.frombuffer(data, dtype)
-                    found += codec.digest_bits(span.stored, bits, at)
-                    at += bits.size
-                if digests.setdefault(span.stored, found) != found:
-                    raise CorruptError(f"{span.name[:80]!r} differs from the tensor it is tied to")
-    return sum(digests.values(), codec.ZERO)
 
 
 def _hash_of(path: Path) -> str:
