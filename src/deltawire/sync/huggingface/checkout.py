@@ -57,7 +57,7 @@ from deltawire.sync.follow.mirror_file import open_locked
 from deltawire.sync.huggingface.checkpoint_dir import plans_of, read_files
 from deltawire.sync.huggingface.mapped_files import FileMirror, digest_files, made, mapped
 from deltawire.sync.huggingface.safetensors_layout import FilePlan
-from deltawire.sync.huggingface.shared_files import Way, clone, link
+from deltawire.sync.huggingface.shared_files import FileOrigin, clone, link
 from deltawire.sync.publish.encoding import chunks_of, digest_chunks
 from deltawire.sync.publish.model_files import LAYOUT
 from deltawire.wire.manifest import Manifest
@@ -89,7 +89,7 @@ class Checkout:
         self._resuming = False
         self._base: int | None = None
         """The version whose files those under construction share."""
-        self.written: dict[Way, int] = {}
+        self.written: dict[FileOrigin, int] = {}
         """Bytes of the files of the version built last, by the way in which each began; of a cloned
         file only the changed pages were written, of a linked one nothing."""
         self.changed_bytes = 0
@@ -129,8 +129,8 @@ class Checkout:
     def bytes_written(self) -> int:
         """Bytes of weights that the last `bring_to` wrote to the disk: copied files, and the pages
         of the others that changed."""
-        changed = self.changed_bytes if self.written.get(Way.CLONED) else 0
-        return self.written.get(Way.COPIED, 0) + changed
+        changed = self.changed_bytes if self.written.get(FileOrigin.CLONED) else 0
+        return self.written.get(FileOrigin.COPIED, 0) + changed
 
     def newest(self) -> int | None:
         """Returns the newest version that can be read if it is newer than the directory's, else
@@ -269,7 +269,7 @@ class Checkout:
         Raises `_DamagedBaseError` if that one turns out to be damaged.
         """
         ways = self._begin(version, plans, share=share)
-        linked = {name for name, way in ways.items() if way is Way.LINKED}
+        linked = {name for name, way in ways.items() if way is FileOrigin.LINKED}
         self.changed_bytes = 0
         with mapped(self._building, plans, self.run, private=linked) as target:
             self._copy_held(target, version, plans, ways)
@@ -283,8 +283,8 @@ class Checkout:
             for plan in plans:
                 if plan.name in linked and target.may_have_changed(plan):
                     self._write_anew(plan, target)
-                    ways[plan.name] = Way.COPIED
-        self.written = dict.fromkeys(Way, 0)
+                    ways[plan.name] = FileOrigin.COPIED
+        self.written = dict.fromkeys(FileOrigin, 0)
         for plan in plans:
             self.written[ways[plan.name]] += plan.bytes
 
@@ -301,10 +301,10 @@ class Checkout:
             file.flush()
             os.fsync(file.fileno())
 
-    def _begin(self, version: int, plans: list[FilePlan], *, share: bool) -> dict[str, Way]:
+    def _begin(self, version: int, plans: list[FilePlan], *, share: bool) -> dict[str, FileOrigin]:
         """Creates the files, or continues those of a process that ended. Returns how each began."""
         older = any(held < version for held in self._versions())
-        all_copied = {plan.name: Way.COPIED for plan in plans}
+        all_copied = {plan.name: FileOrigin.COPIED for plan in plans}
         self._base = None
         self._resuming = not older and self.unfinished() == version and made(self._building, plans)
         if self._resuming:
@@ -313,7 +313,7 @@ class Checkout:
         shutil.rmtree(self._building, ignore_errors=True)
         self._building.mkdir()
         ways = all_copied | (self._share(version, plans) if share else {})
-        copied = [plan for plan in plans if ways[plan.name] is Way.COPIED]
+        copied = [plan for plan in plans if ways[plan.name] is FileOrigin.COPIED]
         needed, free = sum(plan.bytes for plan in copied), shutil.disk_usage(self._store).free
         if needed > free:
             shutil.rmtree(self._building, ignore_errors=True)
@@ -329,26 +329,26 @@ class Checkout:
         _write(self._store / "building.version", str(version).encode())
         return ways
 
-    def _share(self, version: int, plans: list[FilePlan]) -> dict[str, Way]:
+    def _share(self, version: int, plans: list[FilePlan]) -> dict[str, FileOrigin]:
         """Clones or links files of the newest earlier version on this disk, where that can be."""
         held = max((v for v in self._versions() if v < version), default=None)
         if held is None:
             return {}
         folder = self._store / _name(held)
         changed = self._changed(held, version)
-        found: dict[str, Way] = {}
+        found: dict[str, FileOrigin] = {}
         for plan in plans:
             source, target = folder / plan.name, self._building / plan.name
             if not made(folder, [plan]):
                 continue
             if clone(source, target):
-                found[plan.name] = Way.CLONED
+                found[plan.name] = FileOrigin.CLONED
             elif (
                 changed is not None
                 and changed.isdisjoint(span.stored for span in plan.spans)
                 and link(source, target)
             ):
-                found[plan.name] = Way.LINKED
+                found[plan.name] = FileOrigin.LINKED
         self._base = held if found else None
         return found
 
@@ -371,13 +371,13 @@ class Checkout:
         return None if route is None else found
 
     def _copy_held(
-        self, target: FileMirror, version: int, plans: list[FilePlan], ways: dict[str, Way]
+        self, target: FileMirror, version: int, plans: list[FilePlan], ways: dict[str, FileOrigin]
     ) -> None:
         """Starts from the newest undamaged version on this disk before ``version``."""
         there = {
             span.stored
             for plan in plans
-            if ways[plan.name] is not Way.COPIED
+            if ways[plan.name] is not FileOrigin.COPIED
             for span in plan.spans
         }
         for held in sorted((v for v in self._versions() if v < version), reverse=True):

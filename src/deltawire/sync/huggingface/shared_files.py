@@ -25,7 +25,7 @@ _NOT_HERE = {
 """What a file system answers that cannot do it, or not for these files."""
 
 
-class Way(Enum):
+class FileOrigin(Enum):
     """How a file of a new version began."""
 
     CLONED = "cloned"

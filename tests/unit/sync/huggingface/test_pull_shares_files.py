@@ -15,7 +15,7 @@ from deltawire.sync.huggingface import checkout as module
 from deltawire.sync.huggingface import shared_files
 from deltawire.sync.huggingface.checkout import Checkout
 from deltawire.sync.huggingface.publish_dirs import CheckpointPublisher
-from deltawire.sync.huggingface.shared_files import Way, clone, link
+from deltawire.sync.huggingface.shared_files import FileOrigin, clone, link
 
 SIZE = 40 * mmap.PAGESIZE
 FROZEN, MOVING = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -71,7 +71,7 @@ def test_a_file_that_no_delta_changes_is_linked(published, tmp_path, monkeypatch
         checkout.bring_to(0)
         assert checkout.bytes_written >= 2 * SIZE
         checkout.bring_to(1)
-        assert checkout.written[Way.LINKED] >= SIZE
+        assert checkout.written[FileOrigin.LINKED] >= SIZE
         assert SIZE <= checkout.bytes_written < 1.1 * SIZE
         assert inode(tmp_path, 0, FROZEN) == inode(tmp_path, 1, FROZEN)
         assert inode(tmp_path, 0, MOVING) != inode(tmp_path, 1, MOVING)
@@ -88,8 +88,8 @@ def test_clones_take_the_changed_pages_only(published, tmp_path, monkeypatch):
     with Checkout(bucket, run, tmp_path / "out") as checkout:
         checkout.bring_to(0)
         checkout.bring_to(2)
-        assert checkout.written[Way.CLONED] >= 2 * SIZE
-        assert checkout.written[Way.LINKED] == checkout.written[Way.COPIED] == 0
+        assert checkout.written[FileOrigin.CLONED] >= 2 * SIZE
+        assert checkout.written[FileOrigin.LINKED] == checkout.written[FileOrigin.COPIED] == 0
         assert 0 < checkout.bytes_written <= 2 * mmap.PAGESIZE
     assert (shown(tmp_path, 0), shown(tmp_path, 2)) == (wanted[0], wanted[2])
 
@@ -113,8 +113,8 @@ def test_a_linked_file_that_changes_after_all_is_written_anew(published, tmp_pat
     with Checkout(bucket, run, tmp_path / "out") as checkout:
         checkout.bring_to(0)
         checkout.bring_to(2)
-        assert checkout.written[Way.LINKED] >= SIZE
-        assert checkout.written[Way.COPIED] >= SIZE
+        assert checkout.written[FileOrigin.LINKED] >= SIZE
+        assert checkout.written[FileOrigin.COPIED] >= SIZE
         assert inode(tmp_path, 0, MOVING) != inode(tmp_path, 2, MOVING)
         assert checkout.verify()[0] == 2
     assert (shown(tmp_path, 0), shown(tmp_path, 2)) == (wanted[0], wanted[2])
