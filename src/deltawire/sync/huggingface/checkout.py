@@ -55,7 +55,7 @@ from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.follow.mirror_file import open_locked
 from deltawire.sync.huggingface.checkpoint_dir import plans_of, read_files
-from deltawire.sync.huggingface.mapped_files import FileMirror, digest_files, made, mapped
+from deltawire.sync.huggingface.mapped_files import MappedMirror, digest_files, made, mapped
 from deltawire.sync.huggingface.safetensors_layout import FilePlan
 from deltawire.sync.huggingface.shared_files import FileOrigin, clone, link
 from deltawire.sync.publish.encoding import chunks_of, digest_chunks
@@ -371,7 +371,7 @@ class Checkout:
         return None if route is None else found
 
     def _copy_held(
-        self, target: FileMirror, version: int, plans: list[FilePlan], ways: dict[str, FileOrigin]
+        self, target: MappedMirror, version: int, plans: list[FilePlan], ways: dict[str, FileOrigin]
     ) -> None:
         """Starts from the newest undamaged version on this disk before ``version``."""
         there = {

@@ -21,7 +21,7 @@ READ_BYTES = 16 << 20
 """Files are read in parts of this many bytes: a truncated file is then an error, not a signal."""
 
 
-class FileMirror(Mirror):
+class MappedMirror(Mirror):
     """A mirror in mapped files that remembers what was written to it."""
 
     changed_bytes = 0
@@ -73,7 +73,7 @@ def mapped(
     *,
     writable: bool = True,
     private: Collection[str] = (),
-) -> Iterator[FileMirror]:
+) -> Iterator[MappedMirror]:
     """Maps the safetensors files of a folder as a mirror that holds no version. Changes to those
     named in ``private`` stay in memory.
 
@@ -103,7 +103,7 @@ def mapped(
             if span.stored not in tensors:
                 tensors[span.stored] = np.frombuffer(part.tobytes(), dtype).copy()
             later.append((part, span.stored))
-    mirror = FileMirror({spec.name: tensors[spec.name] for spec in run.tensors}, -1, Digest(0, 0))
+    mirror = MappedMirror({spec.name: tensors[spec.name] for spec in run.tensors}, -1, Digest(0, 0))
     try:
         yield mirror
         if writable:
