@@ -22,7 +22,7 @@ the deltas. Each file begins in the first way that works:
 1. A reflink shares the previous file's blocks, and only changed pages are written.
 2. A hard link shares the whole file, if the deltas change no tensor in it. Such a file is mapped
 privately: nothing is ever written to it in place. If a tensor in it changes after all, because a
-damaged object led the mirror another way, the file is written anew under its name.
+damaged object led the mirror another way, the file is replaced.
 3. Else the file is copied.
 
 A killed process continues from ``building``: pieces of an anchor that are there already, by their
@@ -282,13 +282,13 @@ class Checkout:
             self.changed_bytes = target.changed_bytes
             for plan in plans:
                 if plan.name in linked and target.may_have_changed(plan):
-                    self._write_anew(plan, target)
+                    self._rewrite(plan, target)
                     ways[plan.name] = FileOrigin.COPIED
         self.written = dict.fromkeys(FileOrigin, 0)
         for plan in plans:
             self.written[ways[plan.name]] += plan.bytes
 
-    def _write_anew(self, plan: FilePlan, target: Mirror) -> None:
+    def _rewrite(self, plan: FilePlan, target: Mirror) -> None:
         """Replaces a linked file by one with the mirror's bits, under the same name."""
         path = self._building / plan.name
         path.unlink()
