@@ -22,7 +22,7 @@ _NOT_HERE = {
     errno.EMLINK,
     errno.ETXTBSY,
 }
-"""What a file system answers that cannot do it, or not for these files."""
+"""Errors of a file system that cannot share, or cannot share these files."""
 
 
 class FileOrigin(Enum):
