@@ -336,11 +336,6 @@ class Watch:
             alarm=_no_progress(state),
             forecast=state.newest_forecast,
             controlled=state.newest_decision,
-            budget_thinking=whole("budget_thinking", state),
-            budget_completions=whole("budget_completions", state),
-            budget_steps=whole("budget_steps", state),
-            budget_price=value("budget_price", state),
-            budget_moves=whole("budget_moves", state),
             gateways=_attempt(lambda: gateway_totals(self._bucket), problems) or {},
             release=self._release(run),
         )
