@@ -179,9 +179,11 @@ class Publications:
 
     Example::
 
-        further = Publications(bucket, run, model, mesh, main=publisher, train=config.train, ...)
-        further.publish(lambda: publisher.publish(tensors))
-        further.close()
+        with Publications(
+            bucket, run, model, mesh,
+            main=publisher, train=config.train, epoch=1, session="s",
+        ) as further:
+            further.publish(lambda: publisher.publish(tensors))
     """
 
     def __init__(
