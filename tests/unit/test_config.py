@@ -61,6 +61,7 @@ def test_the_tables_were_found():
         "chat.template_kwargs",
         "evaluate.budgets",
         "evaluate.sets",
+        "live.planted",
         "live.release.gate",
         "live.release.guardrails",
         "live.release.high",
@@ -289,6 +290,7 @@ TOGETHER = {
     *(
         "evaluate.budgets",
         "evaluate.sets",
+        "live.planted",
         "live.rewards",
         "live.silent",
         "task.data",

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deltawire.cli.arguments import add_json, add_seed
+
+if TYPE_CHECKING:
+    from deltawire.launch.simulating import PlannedRelease
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,7 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     from deltawire.dashboard.simulation import lines_of
     from deltawire.launch.processes import read_config
-    from deltawire.launch.simulating import SimulationOptions, derived, report_to_stderr, simulate
+    from deltawire.launch.simulating import (
+        SimulationOptions,
+        derived,
+        planned_release,
+        report_to_stderr,
+        simulate,
+    )
 
     path = Path(arguments.config)
     config = read_config(path, seed=arguments.seed)
@@ -45,12 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     if arguments.dry_run:
-        rows = derived(config, options)
+        rows, plan = derived(config, options), planned_release(config, options)
         if arguments.json:
-            print(json.dumps(rows))  # noqa: T201
+            print(json.dumps({**rows, "release": msgspec.to_builtins(plan)}))  # noqa: T201
         else:
             for name, value in rows.items():
                 print(f"{name.replace('_', ' '):20} {value:.4g}")  # noqa: T201
+            _show_plan(plan)
         return 0
     report = simulate(config, path, options, report_line=report_to_stderr)
     if arguments.json:
@@ -60,3 +71,19 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{name:32} {text}")  # noqa: T201
     print(f"picture: {options.out / 'live.svg'}")  # noqa: T201
     return 0
+
+
+def _show_plan(plan: PlannedRelease | None) -> None:
+    if plan is None:
+        return
+    print(  # noqa: T201
+        f"a candidate better by {plan.effect:g} is promoted with power {plan.power:g}, margin "
+        f"{plan.margin:g}, error rate {plan.error_rate:g}:"
+    )
+    for stage in plan.stages:
+        needs = "more users than there are"
+        if stage.answers is not None and stage.minutes is not None:
+            needs = f"{stage.answers} answers, {stage.minutes:.1f} minutes"
+        print(f"  {stage.share:.0%} of users: {stage.outcomes} outcomes, {needs}")  # noqa: T201
+    end = "never" if plan.minutes is None else f"after {plan.minutes:.1f} minutes"
+    print(f"  100% of users: {end}")  # noqa: T201

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from deltawire.config.base import Fraction, Positive, Section
+from deltawire.config.base import Count, Fraction, Positive, Section
 from deltawire.config.release import ReleaseConfig
 
 _Weight = Annotated[float, Meta(ge=-1e4, le=1e4)]
@@ -48,5 +48,9 @@ class LiveConfig(Section, frozen=True, kw_only=True):
     outlier_limit: Annotated[float, Meta(ge=0, le=1e6)] = 4.0
     """Users and cohorts whose rewards lie so many deviations from everybody's are quarantined:
     their answers wait until that is no longer so. 0 is never."""
+    planted: dict[Literal["gate", "users"], Count] = {}
+    """Versions that the trainer spoils before it publishes them, to show that releases stop them:
+    ``gate`` one that held-out suites see, ``users`` one that only users see. Simulated users only
+    (`deltawire.rl.trainer.planted`)."""
     release: ReleaseConfig = ReleaseConfig()
     """How a new version comes to serve users."""

@@ -29,16 +29,19 @@ AGES_S = (5.0, 10.0, 20.0, 40.0, 80.0)
 PARTS = 5
 """The first and the last of so many parts of the time are compared."""
 BIN_S = 10.0
+VERDICTS = ("serve", "gate", "shadow", "canary", "hold", "promote", "rollback")
 _MAX_STATE_BYTES = 1 << 20
 
 
 class DecisionNote(msgspec.Struct, frozen=True):
-    """A decision: seconds from the start, the verdict, and why."""
+    """A decision: seconds from the start, the verdict, why, and the version that it is about: the
+    candidate, or the one that serves from then on."""
 
     at: float
     verdict: str
     share: float
     reason: str
+    version: int = 0
 
 
 class SimulationReport(msgspec.Struct, kw_only=True):
@@ -143,7 +146,10 @@ def lines_of(report: SimulationReport) -> list[tuple[str, str]]:
         ("answers by arm", arms),
         ("captures / feedback lost", f"{report.captures_lost:.0f} / {report.feedback_lost:.0f}"),
     ]
-    rows += [(f"decision at {d.at:.0f} s", f"{d.verdict}: {d.reason}") for d in report.decisions]
+    rows += [
+        (f"decision at {d.at:.0f} s", f"{d.verdict} of version {d.version}: {d.reason}")
+        for d in report.decisions
+    ]
     return rows
 
 
@@ -179,7 +185,10 @@ def _decisions(bucket: Bucket, began: float) -> list[DecisionNote]:
         data = bucket.get(key, limit=MAX_DECISION_BYTES)
         if data is not None:
             made = decode_json(data, Decision, run=bucket.url, key=key)
-            found.append(DecisionNote(made.at - began, made.verdict, made.share, made.reason))
+            about = made.candidate or made.serving
+            found.append(
+                DecisionNote(made.at - began, made.verdict, made.share, made.reason, about.version)
+            )
     return found
 
 
@@ -187,16 +196,41 @@ def _draw(report: SimulationReport, notes: Sequence[ServedNote], path: Path) -> 
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    verdicts = [name for name in VERDICTS if any(d.verdict == name for d in report.decisions)]
+    ratios = [3.0, 0.3 + 0.2 * len(verdicts), 2.0, 1.4]
     with rc_context({"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "deltawire"}):
-        figure = Figure(figsize=(9.6, 7.2), layout="constrained")
-        rows: Any = figure.subplots(3, 1, height_ratios=(3, 2, 1.4))
+        figure = Figure(figsize=(9.6, 1.15 * sum(ratios)), layout="constrained")
+        rows: Any = figure.subplots(4, 1, height_ratios=ratios)
         bins = _bins(report, notes)
         _draw_satisfaction(rows[0], report, bins)
-        _draw_styles(rows[1], bins)
+        _draw_decisions(rows[1], report, verdicts)
+        _draw_styles(rows[2], bins)
         names = list(report.trained_by_age)
-        rows[2].bar(names, [report.trained_by_age[name] for name in names], color="#3056d3")
-        rows[2].set_title("answers trained on, by age", loc="left")
+        rows[3].bar(names, [report.trained_by_age[name] for name in names], color="#3056d3")
+        rows[3].set_title("answers trained on, by age", loc="left")
         figure.savefig(path)
+
+
+def _draw_decisions(axes: Any, report: SimulationReport, verdicts: Sequence[str]) -> None:
+    """Draw one line for each verdict, with the versions; a label that would cover another is
+    left out."""
+    last = dict.fromkeys(verdicts, -math.inf)
+    for made in report.decisions:
+        if made.verdict not in last:
+            continue
+        place = len(verdicts) - 1 - verdicts.index(made.verdict)
+        color = "#c62f3b" if made.verdict == "rollback" else "#3056d3"
+        axes.plot([made.at], [place], marker="|", markersize=9, color=color)
+        if made.at - last[made.verdict] > report.seconds / 25:
+            last[made.verdict] = made.at
+            words = f" v{made.version}"
+            edge = made.at > report.seconds * 0.96
+            axes.annotate(
+                words, (made.at, place), color=color, va="center", ha="right" if edge else "left"
+            )
+    axes.set(xlim=(0, report.seconds), ylim=(-0.7, max(len(verdicts), 1) - 0.3))
+    axes.set_yticks(range(len(verdicts)), verdicts[::-1])
+    axes.set_title("decisions, and the versions that they are about", loc="left")
 
 
 def _bins(report: SimulationReport, notes: Sequence[ServedNote]) -> list[list[ServedNote]]:
@@ -225,8 +259,9 @@ def _draw_satisfaction(
     axes.axhline(report.optimum, color="#0e7a4b", lw=1, ls="--", label="best policy")
     axes.axhline(report.indifferent, color="#5d6676", lw=1, ls=":", label="all styles alike")
     for made in report.decisions:
-        axes.axvline(made.at, color="#c62f3b", lw=1)
-        axes.annotate(made.verdict, (made.at, 0.97), color="#c62f3b", rotation=90, va="top")
+        if made.verdict in ("promote", "rollback"):
+            color = "#c62f3b" if made.verdict == "rollback" else "#0e7a4b"
+            axes.axvline(made.at, color=color, lw=0.8, alpha=0.6)
     axes.set(ylim=(0, 1), xlim=(0, report.seconds), xlabel="seconds")
     axes.set_title("true satisfaction by arm, versions and decisions", loc="left")
     _legend_above(axes)

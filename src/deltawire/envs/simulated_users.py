@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from deltawire.config import TaskConfig
+from deltawire.config import RunConfig, TaskConfig
 from deltawire.envs.base import Message, Task
 from deltawire.envs.questions import QuestionEpisode
 from deltawire.envs.templates import prompt_of
@@ -86,6 +86,25 @@ class SimulatedUserTasks:
             if text == answer:
                 return float(self._shares[task.data[0], place])
         return 0.0
+
+
+def covered_kinds(config: RunConfig) -> int:
+    """Returns how many kinds of requests, from the first, the gate's named suites cover.
+
+    Raises `InputError` if they cover all kinds: then users see nothing that suites do not.
+    """
+    suites = [one.task for one in config.evaluate.sets if one.name in config.live.release.gate]
+    covered = max((_kinds(task, config.seed) for task in suites), default=0)
+    if not 0 < covered < _kinds(config.task, config.seed) or "accuracy" in config.live.release.gate:
+        raise InputError(
+            "live.planted.users needs a gate by named suites that leave out some kinds of requests",
+            hint="see [[evaluate.sets]] and [live.release.gate] in examples/live-release.toml",
+        )
+    return covered
+
+
+def _kinds(task: TaskConfig, seed: int) -> int:
+    return SimulatedUserTasks(task, seed=seed).population.settings.kinds
 
 
 def _task(kind: int, text: int) -> Task:

@@ -12,19 +12,24 @@ are in this process and reach the gateway over the loopback interface.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import re
 import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+import msgspec
 
 from deltawire.config import RunConfig
 from deltawire.dashboard.simulation import (
@@ -33,13 +38,16 @@ from deltawire.dashboard.simulation import (
     report_of,
     write_simulation,
 )
-from deltawire.envs.simulated_users import SimulatedUserTasks
+from deltawire.envs.simulated_users import SimulatedUserTasks, covered_kinds
 from deltawire.errors import InputError, RetryError
 from deltawire.launch.gateway import REPLICA_KEY_VARIABLE
+from deltawire.launch.releasing import ReleaseOptions, take_decision
 from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
 from deltawire.live.learning.learner import check_learnable
+from deltawire.live.release.evidence import planned_answers
 from deltawire.runtime.supervisor import COMMAND
-from deltawire.store import open_bucket
+from deltawire.runtime.trusted import ReaderTrust
+from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version
 from deltawire.testing.users.driver import ServedNote, UserDriver
 from deltawire.testing.users.population import Population
@@ -48,6 +56,9 @@ ENVIRONMENT = "simulated_users"
 START_WITHIN_S = 600.0
 STOP_WITHIN_S = 60.0
 POLL_S = 0.2
+PLANNED_EFFECT = 0.05
+PLANNED_POWER = 0.9
+"""That of `planned_answers`."""
 REPORT_EVERY_S = 10.0
 _URL = re.compile(rb"serving .* on (http://\S+)")
 
@@ -74,11 +85,20 @@ def population_of(config: RunConfig) -> Population:
     return SimulatedUserTasks(config.task, seed=config.seed).population
 
 
+def releases(config: RunConfig) -> bool:
+    """Returns whether versions reach users by a gate and a canary: ``evaluate.every`` is set."""
+    return config.evaluate.every > 0
+
+
 def check_simulation(config: RunConfig, options: SimulationOptions) -> Population:
     """Returns the users; raises `InputError` for a configuration or options that cannot work."""
     if not (options.seconds > 0 and options.rate > 0):
         raise InputError("--seconds and --rate must be above 0")
     check_learnable(config, "")
+    if config.live.planted and not releases(config):
+        raise InputError("live.planted needs releases", hint="set evaluate.every")
+    if "users" in config.live.planted:
+        covered_kinds(config)
     return population_of(config)
 
 
@@ -101,6 +121,65 @@ def derived(config: RunConfig, options: SimulationOptions) -> dict[str, float]:
         "indifferent": population.indifferent(),
         "optimum": population.optimum(options.seconds),
     }
+
+
+class PlannedStage(msgspec.Struct, frozen=True):
+    """One stage of a canary: the share of users that see the candidate, the outcomes of both arms
+    that it needs, the answers until so many different users asked, and minutes until the last has
+    its outcome. Answers and minutes are None if there are too few users."""
+
+    share: float
+    outcomes: int
+    answers: int | None
+    minutes: float | None
+
+
+class PlannedRelease(msgspec.Struct, frozen=True):
+    """A candidate's way to all users, from the tests of ``[live.release]``: with probability
+    ``power``, a candidate better by ``effect`` is promoted in so many minutes."""
+
+    margin: float
+    error_rate: float
+    power: float
+    effect: float
+    unit: str
+    stages: list[PlannedStage]
+    minutes: float | None
+
+
+def planned_release(config: RunConfig, options: SimulationOptions) -> PlannedRelease | None:
+    """Returns what a candidate's release needs, for ``--dry-run``; None without releases.
+
+    Where the unit is the user, A answers come from N (1 − exp(−A / N)) of N users, on average.
+    """
+    if not releases(config):
+        return None
+    release, users = config.live.release, len(population_of(config).users)
+    stages, asked = [], 0
+    for share, outcomes in zip(
+        release.stages, planned_answers(release, effect=PLANNED_EFFECT), strict=True
+    ):
+        asked += outcomes  # Each user counts once in a canary.
+        answers: int | None = outcomes
+        if release.unit == "user":
+            answers = _answers_of(asked, users)
+            if answers is not None:
+                answers -= _answers_of(asked - outcomes, users) or 0
+        minutes = None
+        if answers is not None:
+            minutes = (answers / options.rate + release.outcome_after_s) / 60
+        stages.append(PlannedStage(share, outcomes, answers, minutes))
+    every = [stage.minutes for stage in stages]
+    total = None if None in every else sum(one for one in every if one is not None)
+    return PlannedRelease(
+        release.margin, release.error_rate, PLANNED_POWER, PLANNED_EFFECT, release.unit, stages,
+        total,
+    )  # fmt: skip
+
+
+def _answers_of(asked: int, users: int) -> int | None:
+    """Return the answers until ``asked`` different users asked; None if there are not so many."""
+    return None if asked >= users else math.ceil(-users * math.log(1 - asked / users))
 
 
 @dataclass
@@ -138,10 +217,12 @@ class LiveStack:
 
     Example::
 
-        with LiveStack(Path("live.toml"), SimulationOptions(out=Path("runs/live"))) as stack:
+        options = SimulationOptions(out=Path("runs/live"))
+        with LiveStack(config, Path("live.toml"), options) as stack:
             stack.gateway_url, stack.token
     """
 
+    config: RunConfig
     config_path: Path
     options: SimulationOptions
     report_line: ReportLine = lambda _: None
@@ -178,10 +259,10 @@ class LiveStack:
             if time.monotonic() > deadline:
                 raise RetryError("the trainer publishes no version", hint=f"see {run.log}")
             time.sleep(POLL_S)
-        replica = self._command("replica", bucket.url, "--port", "0")
+        replicas = self._replicas(bucket)
         gateway = self._command(
             "gateway", bucket.url, "--port", "0", "--capture-header",
-            "--state", str(out / "gateway"), "--replica", replica.url(),
+            "--state", str(out / "gateway"), *replicas,
             "--feedback-per-minute", "600", "--feedback-per-day", "100000",
         )  # fmt: skip
         self.gateway_url = gateway.url()
@@ -193,6 +274,20 @@ class LiveStack:
             time.sleep(POLL_S)
         self.report_line(f"serving users at {self.gateway_url}")
 
+    def _replicas(self, bucket: Bucket) -> list[str]:
+        """Start the replicas, and what decides about releases; returns the gateway's arguments."""
+        if not releases(self.config):
+            one = self._command("replica", bucket.url, "--port", "0")
+            return ["--replica", one.url()]
+        start = ReleaseOptions(trust=ReaderTrust(), version=0, reason="the demo begins", by="demo")
+        take_decision(bucket.url, "promote", start)
+        started = [
+            self._command("replica", bucket.url, "--port", "0", "--hold", log=f"replica-{number}")
+            for number in range(2)
+        ]
+        self._command("live", "decide", bucket.url, "--by", "demo", log="decider")
+        return [word for one in started for word in ("--replica", one.url())]
+
     def require_alive(self) -> None:
         """Raises `InputError` if one of the processes ended."""
         for child in self._children:
@@ -200,33 +295,38 @@ class LiveStack:
 
     def close(self) -> None:
         """Stops all processes: first what serves and learns, then the run, which ends its step."""
-        for child in reversed(self._children):
-            number = signal.SIGINT if child.name == "run" else signal.SIGTERM
-            if child.process.poll() is None:
-                child.process.send_signal(number)
-            try:
-                child.process.wait(STOP_WITHIN_S)
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
+        for names in ({"run"}, set[str]()):  # Those not named, then all.
+            stopping = [one for one in self._children if one.name not in names]
+            for child in stopping:
+                if child.process.poll() is None:
+                    number = signal.SIGINT if child.name == "run" else signal.SIGTERM
+                    child.process.send_signal(number)
+            deadline = time.monotonic() + STOP_WITHIN_S
+            for child in stopping:
+                try:
+                    child.process.wait(max(deadline - time.monotonic(), 0.0))
+                except subprocess.TimeoutExpired:
+                    child.process.kill()
+                    child.process.wait()
 
-    def _command(self, name: str, *arguments: str) -> _Child:
-        log = self.options.out / "logs" / f"{name}.log"
+    def _command(self, name: str, *arguments: str, log: str = "") -> _Child:
+        path = self.options.out / "logs" / f"{log or name}.log"
         variables = {
             TOKEN_VARIABLE: self.token,
             ADMIN_TOKEN_VARIABLE: f"admin-{self.token}",
             REPLICA_KEY_VARIABLE: f"replica-{self.token}",
         }
         stream: IO[bytes]
-        with log.open("wb") as stream:
+        with path.open("wb") as stream:
             process = subprocess.Popen(  # noqa: S603 - our own command
                 [*COMMAND, name, *arguments],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **variables},
+                start_new_session=True,  # Ctrl-C reaches this process only, which ends them all.
             )
-        child = _Child(name, process, log)
+        child = _Child(name, process, path)
         self._children.append(child)
         return child
 
@@ -243,7 +343,7 @@ def simulate(
         raise InputError(
             f"{options.out} holds a run already", hint="choose another --out, or delete it"
         )
-    with LiveStack(config_path, options, report_line) as stack:
+    with _ended_by_signals(), LiveStack(config, config_path, options, report_line) as stack:
         began = time.time()
         watch = _Progress(report_line, population)
         driver = UserDriver(stack.gateway_url, stack.token, population, watch=watch)
@@ -262,6 +362,21 @@ def simulate(
     report = report_of(done)
     write_simulation(report, result.notes, options.out)
     return report
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Make signals that end a program end its processes too: they are in sessions of their own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Progress:

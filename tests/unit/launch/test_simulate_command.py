@@ -20,6 +20,8 @@ from deltawire.wire.objects import encode_json
 
 EXAMPLE = str(Path(__file__).parents[3] / "examples" / "live.toml")
 
+RELEASES = str(Path(EXAMPLE).with_name("live-release.toml"))
+
 
 def note(at, satisfaction, *, version=0, arm="serving", style="brief"):
     return ServedNote(
@@ -38,6 +40,24 @@ def test_a_dry_run_states_what_it_amounts_to_and_starts_nothing(tmp_path, capsys
     assert not out.exists()
     assert main(["simulate", EXAMPLE, "--dry-run", "--seconds", "60"]) == 0
     assert "versions at most" in capsys.readouterr().out
+
+
+def test_a_dry_run_states_what_a_release_needs(tmp_path, capsys):
+    assert main(["simulate", RELEASES, "--dry-run", "--rate", "10", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["release"]
+    stage = plan["stages"][0]
+    assert (stage["share"], plan["margin"], plan["power"]) == (0.25, 0.1, 0.9)
+    assert stage["answers"] > stage["outcomes"] > 500  # Some users ask twice.
+    assert plan["minutes"] == pytest.approx((stage["answers"] / 10 + 8) / 60)
+    few = tmp_path / "few.toml"
+    few.write_text(Path(RELEASES).read_text().replace("users = 20000", "users = 200"))
+    assert main(["simulate", str(few), "--dry-run"]) == 0
+    assert "more users than there are" in capsys.readouterr().out
+    few.write_text(Path(RELEASES).read_text().replace("\nevery = 4\n", "\nevery = 0\n"))
+    assert main(["simulate", str(few), "--dry-run"]) == 2
+    assert "needs releases" in capsys.readouterr().err
+    assert main(["simulate", EXAMPLE, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["release"] is None
 
 
 def test_what_cannot_be_simulated_is_refused(tmp_path, capsys):

@@ -10,6 +10,7 @@ from deltawire.errors import BugError
 from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
 from deltawire.rl.reference.reader import ReferenceReader
 from deltawire.rl.trainer.orders import Train
+from deltawire.rl.trainer.planted import plant
 from deltawire.rl.trainer.rank import Losses
 from deltawire.rl.trainer.resume import (
     Restoration,
@@ -64,7 +65,7 @@ class GroupSteps:
         """
         groups = read_consumed(self._bucket, order.metadata) if given is None else given
         seed_step(self._config, order.metadata.step, rank=masters.mesh.data_rank)
-        return train_step(
+        result = train_step(
             masters,
             [one.group for one in groups],
             config_of_step(self._config, order.metadata.settings),
@@ -72,6 +73,9 @@ class GroupSteps:
             version=order.base,
             parts=order.metadata.parts,
         )
+        if self._config.live.planted:
+            plant(masters, self._config, version=order.metadata.step)
+        return result
 
     def measure(self, masters: MasterWeights) -> Losses:
         """See `StepKind.measure`; an evaluator measures what is held out."""

@@ -26,6 +26,7 @@ from deltawire.rl.control.credits import settle
 from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
 from deltawire.rl.reference.models import load_reference_model
 from deltawire.rl.reference.reader import ReferenceReader
+from deltawire.rl.trainer.planted import plant
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror, read_history, read_manifest
 from deltawire.train.checkpoint import load_checkpoint
@@ -311,6 +312,8 @@ def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
             version=base,
             parts=metadata.parts,
         )
+        if config.live.planted:
+            plant(state.masters, config, version=version)
     settle(state.ledger, metadata)
     state.version, state.ranks = version, metadata.ranks or state.ranks
     return RecomputedStep(version, base, groups, result, state.masters.digest(), published)
