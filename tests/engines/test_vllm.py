@@ -73,8 +73,10 @@ def test_vllm_serve_is_moved_by_its_own_calls(vllm_python):
     run_tests(vllm_python, "test_served_over_http.py", "-k", "own_calls")
 
 
-def test_an_adapter_on_two_ranks_follows_its_run(vllm_python):
-    run_tests(vllm_python, LIVE, "--adapter", "--tensor-parallel", "2", "--versions", "20")
+@pytest.mark.parametrize(("ranks", "versions"), [(1, 50), (2, 20)], ids=["one rank", "two ranks"])
+def test_an_adapter_follows_its_run(vllm_python, ranks, versions):
+    parallel = ["--tensor-parallel", str(ranks), "--versions", str(versions)]
+    run_tests(vllm_python, LIVE, "--adapter", *parallel)
 
 
 @pytest.mark.matrix

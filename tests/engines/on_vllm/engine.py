@@ -29,6 +29,7 @@ class Engine:
         from vllm import LLM
 
         self.adapter = None
+        self._loaded = 0
         slots = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": list(LAYERS)}
         slots |= adapter if isinstance(adapter, dict) else {}
         told = {} if run is None else {"run": str(run), **settings}
@@ -85,6 +86,36 @@ class Engine:
             lora_request=self.adapter,
         )
         return [_answer(output) for output in found]
+
+    def step_under_load(self, question, *, running=4, tokens=16):
+        """Make one step with so many requests of the same prompt; the answers that it ended, by
+        the number of their request."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        wanted = SamplingParams(
+            temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False
+        )
+        while engine.get_num_unfinished_requests() < running:
+            prompt = {"prompt_token_ids": list(question)}
+            engine.add_request(f"load-{self._loaded}", prompt, wanted)
+            self._loaded += 1
+        return self._step()
+
+    def finish_load(self):
+        """Go on until no request runs; the answers by the number of their request."""
+        found = {}
+        while self.llm.llm_engine.has_unfinished_requests():
+            found |= self._step()
+        return found
+
+    def _step(self):
+        outputs = self.llm.llm_engine.step()
+        return {
+            int(output.request_id.split("-")[1]): _answer(output)
+            for output in outputs
+            if output.finished
+        }
 
     def reach(self, version, *, within_s=60.0):
         """Let the engine go on until it serves ``version``; its status then."""

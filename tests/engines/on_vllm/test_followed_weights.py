@@ -23,6 +23,7 @@ def trainer(tmp_path_factory, family, parallel):
     trainer = Trainer(
         bucket, build(family, folder / "model"), adapter=parallel["adapter"], anchor_every=10
     )
+    trainer.publish(10)  # The first anchor starts the thread that stores them, which no test ends.
     yield trainer
     trainer.close()
 
@@ -97,6 +98,46 @@ def test_random_versions_land_while_serving_bit_for_bit(engine, trainer, fresh, 
     served = one_by_one(engine, questions)
     assert all(whole(answer, last) for answer in served)
     assert [(a.tokens, a.logprobs) for a in served] == [(a.tokens, a.logprobs) for a in answers]
+
+
+def test_each_version_is_attested_while_requests_run(engine, trainer, request):
+    """One version at a time under load: its digest and live bits, and no prefix of an older one."""
+    caching = engine.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
+    question = prompts(1, seed=4)[0]
+    began, answers = time.monotonic(), {}
+    for _ in range(request.config.getoption("versions")):
+        version = trainer.publish()
+        deadline = time.monotonic() + 60
+        while engine.status()["version"] != version:
+            assert time.monotonic() < deadline, engine.status()
+            answers |= engine.step_under_load(question)
+        found = engine.call("deltawire_attest")[0]
+        assert found["sound"], found["ranks"]
+        assert found["version"] == version
+        status = engine.status()
+        assert status["digest"] == trainer.publisher.digest.hex()
+        assert status["failure"] == ""
+        while not any(answer.spans[0][0] == version for answer in answers.values()):
+            answers |= engine.step_under_load(question)
+    seconds = time.monotonic() - began
+    answers |= engine.finish_load()
+    first, cached = {}, 0
+    for number in sorted(answers):
+        answer = answers[number]
+        assert len(answer.tokens) == 16
+        cached += answer.cached > 0
+        first.setdefault(answer.spans[0][0], answer)
+    assert sorted(answers) == list(range(min(answers), max(answers) + 1)), "no request was lost"
+    assert [version for version, answer in first.items() if answer.cached] == []
+    assert not caching or cached
+    figures = {
+        "versions": request.config.getoption("versions"),
+        "seconds": round(seconds, 1),
+        "requests": len(answers),
+        "requests_with_a_cached_prefix": cached,
+        "requests_of_several_versions": sum(len(one.spans) > 1 for one in answers.values()),
+    }
+    sys.stdout.write(json.dumps(figures) + "\n")
 
 
 def test_no_prompt_uses_the_cache_of_older_weights(engine, trainer):
