@@ -1,10 +1,10 @@
 """Stages changes of live bits, and exchanges all of them or none, on the host or on a device.
 
 All storages of one device and one element width are handled together. On the host, one native pass
-checks the old bits, writes the new ones and reads them back, a few cache lines at a time, on every
-core that the process may use, since nothing is served meanwhile. On a device there are three
-passes over all storages, because a launch per storage would cost more than the bytes do. Triton
-kernels make them where Triton runs, torch operations elsewhere.
+checks the old bits, writes the new ones and reads them back, a few cache lines at a time. Many
+changes are exchanged on every core that the process may use, since nothing is served meanwhile. On
+a device there are three passes over all storages, because a launch per storage would cost more than
+the bytes do. Triton kernels make them where Triton runs, torch operations elsewhere.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ DRIFTED = "live bits differ from the mirror's; attest, and load again"
 LOST = "new bits did not reach the weights"
 OUTSIDE = "changes lie outside the live tensors"
 
+CHANGES_PER_THREAD = 1 << 18
+"""Half a millisecond of work. Fewer changes are not worth a thread: if other processes keep the
+cores busy, it starts a time slice later, which is milliseconds."""
+
 Part = tuple[NDArray[np.int64], Bits, Bits]
 """Flat positions in a storage, the old bits there, and the new ones."""
 
@@ -52,7 +56,8 @@ class Move:
 
     ``index``, int[N], counts from the start of each range's storage; ``old`` and ``new`` are the
     bits there, integers of the storages' width. All lie on the storages' device; ``table`` tells
-    its kernels which range lies where.
+    its kernels which range lies where. On the host, ``arrays`` are the storages of the ranges,
+    viewed while preparing, so that no step waits for it.
     """
 
     ranges: list[StorageRange]
@@ -61,6 +66,7 @@ class Move:
     new: Tensor
     kernels: Kernels | None = None
     table: Tensor | None = None
+    arrays: Sequence[Bits] = ()
 
     @property
     def changes(self) -> int:
@@ -114,12 +120,12 @@ class Move:
 
     def _exchange_on_host(self) -> str:
         code, where = _native.exchange(
-            [array_of(extent.live) for extent in self.ranges],
+            list(self.arrays),
             np.array([extent.last for extent in self.ranges], np.int64),
             self.index.numpy(),
             array_of(self.old),
             array_of(self.new),
-            cores(),
+            max(1, min(cores(), self.changes // CHANGES_PER_THREAD)),
         )
         fault = ("", DRIFTED, LOST)[code]
         return fault and f"{self.ranges[where].name}: {fault}"
@@ -189,7 +195,8 @@ def stage(
             if own is not None:
                 spans = [(s.live, s.first, s.last) for s in ranges]
                 table = own.table(spans).to(device)
-        moves.append(Move(ranges, index, old, new, own, table))
+        arrays = [array_of(extent.live) for extent in ranges if on_host(extent.live)]
+        moves.append(Move(ranges, index, old, new, own, table, arrays))
     return moves
 
 
