@@ -8,12 +8,15 @@
     follower's thread   prepares the next version  ─▶  one event loop: swap, answer, decode a step
 
 The calls are those that `deltawire.serving.vllm.VllmReplica` makes, so gateways treat it as any
-replica. It follows the run until a gateway asks for a version, and holds that one from then on.
+replica. It follows the run until a gateway asks for a version, and holds that one from then on. It
+draws no token with the versions between, which may be withdrawn ones: answers wait until it is
+there, at most `MOVE_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -32,6 +35,9 @@ from deltawire.wire.objects import prepared
 
 IDLE_S = 0.005
 LATEST = 1 << 62
+MOVE_S = 10.0
+"""The longest that answers wait for a version that was asked for, in seconds from the first step
+towards it. After that a bucket that stopped answering must not stop the replica too."""
 
 
 class _ReplicaCall(msgspec.Struct):
@@ -58,6 +64,8 @@ class EmbeddedReplica:
     endpoint: Endpoint
     wanted: int = LATEST
     failure: str = ""
+    _until: float = 0.0
+    """When answers go on even if the wanted version is not reached, of the monotonic clock."""
 
     def app(self) -> web.Application:
         """The application: the endpoint's, and the calls of a gateway."""
@@ -73,7 +81,7 @@ class EmbeddedReplica:
             while not self.process.stopping:
                 if self.served.live.version < self.wanted:
                     self._swap()
-                if self.served.engine.active:
+                if self.served.engine.active and not self._between:
                     await self.served.engine.advance()
                 else:
                     await asyncio.sleep(IDLE_S)
@@ -82,10 +90,17 @@ class EmbeddedReplica:
             await self.served.close()
             self.follower.close()
 
+    @property
+    def _between(self) -> bool:
+        """True between the version that was held and the one that was asked for."""
+        return self.served.live.version < self.wanted < LATEST and time.monotonic() < self._until
+
     def _swap(self) -> None:
         """Swaps to the next version, if it is prepared; a replica stores no events in the run."""
         update = self.follower.poll()
         if update is not None:
+            if not self._until:
+                self._until = time.monotonic() + MOVE_S
             self.served.live.swap(update.patches, update.version, update.digest)
             self.served.engine.version = update.version
             self.follower.commit(update)
@@ -118,7 +133,7 @@ class EmbeddedReplica:
         if len(args) != 1 or not args[0].isdecimal() or len(args[0]) > 15:
             raise InputError("deltawire_want takes the number of a version")
         held, self.wanted = self.served.live.version, int(args[0])
-        self.failure = ""
+        self.failure, self._until = "", 0.0
         if self.wanted < held:
             self.failure = f"the embedded engine holds version {held} and only goes forward"
 

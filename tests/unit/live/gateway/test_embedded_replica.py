@@ -142,6 +142,33 @@ def test_a_gateway_moves_it_forward_and_is_told_when_it_cannot_go_back(bucket):
     asyncio.run(scenario())
 
 
+def test_versions_on_the_way_to_the_one_asked_for_draw_no_token(bucket):
+    """A request is under way while the replica moves past version 1."""
+
+    async def scenario():
+        async with replica_on(bucket, hold=True) as (member, session):
+            await asyncio.to_thread(publish, bucket, 2)
+            url = f"{member.base_url}/v1/completions"
+            headers = {"Authorization": f"Bearer {UPSTREAM}"}
+            ask = {"model": "m", "prompt": "Hi", "max_tokens": 6, "return_token_ids": True}
+            drawn = []
+
+            async def answer():
+                async with session.post(url, json=ask, headers=headers) as response:
+                    body = await response.json()
+                    drawn.extend(body["choices"][0]["token_versions"])
+
+            asked = [asyncio.create_task(answer()) for _ in range(24)]
+            moved = asyncio.create_task(member.load(2, cache="none"))
+            await asyncio.gather(*asked, moved)
+            assert (await member.held()).version == 2
+            return drawn
+
+    drawn = asyncio.run(scenario())
+    assert len(drawn) > 24
+    assert set(drawn) <= {0, 2}
+
+
 def test_without_hold_it_follows_the_run(bucket):
     async def scenario():
         async with replica_on(bucket) as (member, _):
