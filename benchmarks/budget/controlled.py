@@ -9,8 +9,9 @@ and ``double`` think for up to 4, 8 and 16 tokens. ``auto`` starts with 8 and mo
 three by `deltawire.rl.budget.decision`; what it samples for its paired evaluations counts as spent.
 
 Accuracy is measured on 300 problems that neither training nor the controller has seen, with the
-thinking budget that the arm ends with: it is what a user of that setting gets. All arms were, and
-all figures are, named before the first cell was measured. Nothing depends on time.
+thinking budget that the arm ends with: it is what a user of that setting gets. The arms and
+their tokens were named before the first cell was measured; the rules for errors (`MOST_ERROR`)
+after about half of the fixed arms' cells. Nothing depends on time.
 """
 
 from __future__ import annotations
