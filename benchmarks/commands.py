@@ -198,11 +198,14 @@ def _add_peers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_adapters(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    _add_keys(
+    parser = _add_keys(
         benches,
         "adapters",
         "packed experts and their adapters: memory, speed, bytes, proofs",
         seed="the seed of weights and data",
+    )
+    parser.add_argument(
+        "--cases", type=int, default=1, help="adapter_bytes_growth: GB of the largest adapters"
     )
 
 

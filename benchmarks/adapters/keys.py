@@ -23,6 +23,9 @@ KEYS: Final[dict[str, Key]] = {
     "adapter_delta_share": Key(
         "run_bytes", "<=", 1.0, "bytes of a version of a real run over those of its adapter"
     ),
+    "adapter_bytes_growth": Key(
+        "large_adapters", "<=", 1.05, "bytes a change at --cases GB of adapters over those at 0.25"
+    ),
     "adapter_swap_ms": Key(
         "slot_swap", "<=", 1e9, "pause of a swap of 10 % of an adapter in vLLM's slot, ms"
     ),

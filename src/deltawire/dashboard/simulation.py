@@ -204,7 +204,7 @@ def _draw(report: SimulationReport, notes: Sequence[ServedNote], path: Path) -> 
         bins = _bins(report, notes)
         _draw_satisfaction(rows[0], report, bins)
         _draw_decisions(rows[1], report, verdicts)
-        _draw_styles(rows[2], bins)
+        _draw_styles(rows[2], report, bins)
         names = list(report.trained_by_age)
         rows[3].bar(names, [report.trained_by_age[name] for name in names], color="#3056d3")
         rows[3].set_title("answers trained on, by age", loc="left")
@@ -255,7 +255,8 @@ def _draw_satisfaction(
         version = max((note.version for note in notes), default=0)
         if version > newest:
             newest = version
-            axes.annotate(f"v{version}", (BIN_S * place, 0.02), color="#5d6676", rotation=90)
+            if BIN_S * place < 0.98 * report.seconds:  # There is no room at the edge.
+                axes.annotate(f"v{version}", (BIN_S * place, 0.02), color="#5d6676", rotation=90)
     axes.axhline(report.optimum, color="#0e7a4b", lw=1, ls="--", label="best policy")
     axes.axhline(report.indifferent, color="#5d6676", lw=1, ls=":", label="all styles alike")
     for made in report.decisions:
@@ -267,14 +268,16 @@ def _draw_satisfaction(
     _legend_above(axes)
 
 
-def _draw_styles(axes: Any, bins: Sequence[Sequence[ServedNote]]) -> None:
+def _draw_styles(
+    axes: Any, report: SimulationReport, bins: Sequence[Sequence[ServedNote]]
+) -> None:
     at = [BIN_S * (place + 0.5) for place in range(len(bins))]
     shares = [
         [sum(n.style == style for n in notes) / max(len(notes), 1) for notes in bins]
         for style in (*STYLES, "")
     ]
     axes.stackplot(at, *shares, labels=[*STYLES, "none"])
-    axes.set(ylim=(0, 1), xlim=(0, at[-1]), xlabel="seconds")
+    axes.set(ylim=(0, 1), xlim=(0, report.seconds), xlabel="seconds")
     axes.set_title("styles of answers", loc="left")
     _legend_above(axes)
 
