@@ -114,8 +114,8 @@ def _mapped(
     found: dict[str, NDArray[np.uint16]] = {}
     left, layer = size_gb * GIGABYTE, 0
     while left > 0:
-        for name, (rows, columns) in SHAPES.items():
-            rows = min(rows, max(1, int(left) // (2 * columns)))
+        for name, (most, columns) in SHAPES.items():
+            rows = min(most, max(1, int(left) // (2 * columns)))
             path = folder / f"{layer}.{name}"
             held = np.memmap(path, np.uint16, "w+", shape=(rows, columns))
             flat = held.reshape(-1)
