@@ -268,9 +268,7 @@ def _draw_satisfaction(
     _legend_above(axes)
 
 
-def _draw_styles(
-    axes: Any, report: SimulationReport, bins: Sequence[Sequence[ServedNote]]
-) -> None:
+def _draw_styles(axes: Any, report: SimulationReport, bins: Sequence[Sequence[ServedNote]]) -> None:
     at = [BIN_S * (place + 0.5) for place in range(len(bins))]
     shares = [
         [sum(n.style == style for n in notes) / max(len(notes), 1) for notes in bins]

@@ -76,10 +76,10 @@ def test_an_evaluator_finds_the_versions_that_it_measured_before():
 
 def test_an_object_that_is_no_segment_is_skipped(monkeypatch):
     """Too large, or no events: what follows is read all the same."""
-    monkeypatch.setattr(event_tail, "MAX_SEGMENT_BYTES", 200)
+    monkeypatch.setattr(event_tail, "MAX_SEGMENT_BYTES", 500)
     bucket = open_bucket("memory://")
     put(bucket, "w0-a", 0)
-    bucket.put(keys.events("w0-a", 1), b"x" * 201)
+    bucket.put(keys.events("w0-a", 1), b"x" * 501)
     bucket.put(keys.events("w0-a", 2), b"\xff{" * 50)
     put(bucket, "w0-a", 3)
     bucket.put("events/w0-a/stray", b"{}")

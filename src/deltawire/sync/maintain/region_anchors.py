@@ -77,7 +77,8 @@ class RelayedAnchor:
 
 
 class RegionAnchors:
-    """Stores the source's anchors at the destination, in a thread that `wake` starts.
+    """Stores the source's anchors at the destination, in a thread that `wake` starts and that ends
+    once there is nothing to do.
 
     ``error`` is why the last attempt failed, None if it succeeded; the next wake tries again.
     """
@@ -100,7 +101,6 @@ class RegionAnchors:
         self._version = -1
         self._wakes = 0
         self._idle = True
-        self._closing = False
         self._thread: threading.Thread | None = None
 
     def wake(self, version: int) -> None:
@@ -109,7 +109,7 @@ class RegionAnchors:
             self._version = version
             self._wakes += 1
             self._idle = False
-            if self._thread is None or not self._thread.is_alive():
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="anchors", daemon=True)
                 self._thread.start()
             self._condition.notify_all()
@@ -133,13 +133,11 @@ class RegionAnchors:
         return found
 
     def close(self) -> None:
-        """Stores the anchors that are due and ends the thread."""
+        """Stores the anchors that are due."""
         with self._condition:
-            self._closing = True
-            self._condition.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def store_stated(self, manifest: Manifest, *, copy: bool) -> RelayedAnchor:
         """Stores the blobs of an anchor that a manifest states, before the manifest is created.
@@ -193,12 +191,8 @@ class RegionAnchors:
         seen = 0
         while True:
             with self._condition:
-                while self._wakes == seen and not self._closing:
-                    self._idle = True
-                    self._condition.notify_all()
-                    self._condition.wait()
                 if self._wakes == seen:
-                    self._idle = True
+                    self._idle, self._thread = True, None
                     self._condition.notify_all()
                     return
                 seen, version = self._wakes, self._version

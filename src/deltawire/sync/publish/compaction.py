@@ -158,7 +158,7 @@ class Compactor:
         damaged or missing objects is left out and recorded in ``failures``: a later one may span
         them. Raises `RetryError` if the store does not answer; the same call may then be repeated.
         """
-        if not self.strides or version < self.strides[0]:
+        if not self.strides:
             return []
         shortest, longest = self.strides[0], self.strides[-1]
         # At a multiple itself, the compacted delta of the longest stride is not made yet.

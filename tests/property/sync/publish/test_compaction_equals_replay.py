@@ -244,3 +244,15 @@ def test_failed_compactions_are_reported_with_the_next_commit():
     publisher.close()
     assert told[3].compaction_error == ""
     assert "is missing" in told[-1].compaction_error
+
+
+def test_compaction_begins_at_the_first_version_that_it_is_told():
+    """Also where nothing is due there yet, and many versions come before it is told again."""
+    bucket = open_bucket("memory://")
+    publisher = start_publisher(bucket)
+    for version in range(9):
+        publisher.publish(weights(version))
+    publisher.close()
+    compactor = Compactor(bucket, publisher.run, (2, 4))
+    assert compactor.compact_up_to(1) == []
+    assert compactor.compact_up_to(8) == [(0, 2), (2, 4), (0, 4), (4, 6), (6, 8), (4, 8)]
