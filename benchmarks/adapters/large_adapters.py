@@ -2,8 +2,8 @@
 
 The adapters have the shapes of Kimi K2's: 384 experts of a layer, rank 16, matrices of 7168 and
 2048. Weights lie in files that are mapped, so that the largest size needs its own bytes of memory
-once, for the publisher's copy, and about 1.8 times as many on the disk at TMPDIR. ``--cases`` is
-the largest size in GB.
+three times: mapped, held by the publisher, and as its copy of a step; and 1.9 times on the disk
+at TMPDIR. ``--cases`` is the largest size in GB.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ SHARES = (0.01, 0.1)
 EXPERTS, RANK, HIDDEN, INNER = 384, 16, 7168, 2048
 SHAPES = {"lora_A": (EXPERTS * RANK, HIDDEN), "lora_B": (EXPERTS * INNER, RANK)}
 """Factors of a layer's stack of experts, its experts one below the other."""
+IN_MEMORY = 3.3
+"""Bytes of memory for each byte of the adapters."""
 ON_DISK = 1.9
 """Bytes on the disk for each byte of the adapters: the mapped file, version 0, and deltas."""
 
@@ -61,9 +63,9 @@ def _check_room(size_gb: float) -> None:
         )
     line = next(one for one in Path("/proc/meminfo").read_text().splitlines() if "Avail" in one)
     held = int(line.split()[1]) * 1024
-    if held < 1.15 * size_gb * GIGABYTE:
+    if held < IN_MEMORY * size_gb * GIGABYTE:
         raise InputError(
-            f"{size_gb:g} GB of adapters need {1.15 * size_gb:.0f} GB of memory; "
+            f"{size_gb:g} GB of adapters need {IN_MEMORY * size_gb:.0f} GB of memory; "
             f"{held / GIGABYTE:.0f} are free",
             hint="choose fewer by --cases",
         )
