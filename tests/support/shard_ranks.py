@@ -32,12 +32,14 @@ def mirror_of(version, rank, digest=codec.ZERO):
     return Mirror(shards(max(version, 0), rank), version, digest, starts)
 
 
-def rank_publisher(bucket, rank, *, version=-1, digest=codec.ZERO, session="s0", **options):
+def rank_publisher(
+    bucket, rank, *, version=-1, digest=codec.ZERO, session="s0", mirror=None, **options
+):
     options = {"epoch": 0, "anchor_every": 3, "timeout_s": 30, "ranks": RANKS, **options}
     return ShardPublisher(
         bucket,
         start_run(bucket),
-        mirror_of(version, rank, digest),
+        mirror_of(version, rank, digest) if mirror is None else mirror,
         rank=rank,
         session=session,
         **options,

@@ -255,6 +255,7 @@ OTHER = {
     "train.loss.surrogate": "cispo",
     "train.staleness.policy": "windowed_fifo",
     "train.offload": "optimizer",
+    "train.publisher_offload": "disk",
     "train.adapter.kind": "lora",
     "train.adapter.targets": ["q_proj"],
     "train.optimizer.kind": "muon",

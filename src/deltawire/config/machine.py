@@ -8,6 +8,8 @@ variable ``DELTAWIRE_MACHINE_POLICY`` names, or in ``/etc/deltawire/policy.toml`
     environments = ["workspace"]       # names of environments; all that are built in, if left out
     trusted_modules = ["my_package"]   # modules that a run may name, with those of
                                        # DELTAWIRE_TRUSTED_MODULES
+    snapshot_dir = "/mnt/nvme"         # a folder on a local disk, for trainers that offload what
+                                       # their publishers hold (train.publisher_offload)
     workers = ["w*", "lab-7"]          # names whose groups a trainer on this machine reads, with *
                                        # for any characters; all that the run allows, if left out
     [ceilings]                         # a run gets the smaller of its own limit and this one
@@ -64,6 +66,7 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     environments: list[str] | None = None
     trusted_modules: list[str] = []
     workers: list[str] | None = None
+    snapshot_dir: str = ""
     ceilings: Ceilings = Ceilings()
 
     def require_isolation(self, asked: Isolation) -> None:
@@ -91,6 +94,23 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 f"the run wants code of module {module}, which this machine does not trust",
                 hint=f"if you trust it, set {TRUSTED}={module} for every process of the run",
             )
+
+    def publisher_dir(self, offload: Literal["none", "disk"]) -> Path | None:
+        """Returns the folder for what publishers hold, None for memory; ``offload`` is a run's
+        ``train.publisher_offload``.
+
+        Raises `InputError` if the run offloads and this machine names no folder.
+        """
+        if offload == "none":
+            return None
+        if not self.snapshot_dir:
+            raise InputError(
+                'the run asks for train.publisher_offload = "disk", and this machine has no folder '
+                "for it",
+                hint=f"set snapshot_dir in {DEFAULT_PATH}, or in the file that {POLICY} names, to "
+                "a folder on a local disk",
+            )
+        return Path(self.snapshot_dir)
 
     def at_most(self, name: str, asked: float) -> float:
         """Returns the smaller of a run's limit and this machine's ceiling of that name."""

@@ -42,6 +42,7 @@ RESUMABLE: Final[dict[str, str]] = {
     "train.adapter.merge_floor": "step",
     "train.compaction": "step",
     "train.offload": "start",
+    "train.publisher_offload": "start",
     "train.device": "start",
     "train.ranks": "start",
     "train.replicate": "start",

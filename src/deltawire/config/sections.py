@@ -234,6 +234,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     offload: Literal["none", "optimizer"] = "none"
     """``optimizer`` keeps the optimizer's states in host memory and streams them to the device
     layer by layer; the bits are the same."""
+    publisher_offload: Literal["none", "disk"] = "none"
+    """``disk`` keeps the publisher's copies in ``snapshot_dir`` of the machine's policy."""
     max_tokens_per_batch: Count = 16_384
     """Tokens of one forward and backward pass, prompts and padding included; a step takes as many
     passes as it needs. A longer episode gets a separate pass.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltawire import codec
 from deltawire.config import RunConfig
+from deltawire.config.machine import machine_policy
 from deltawire.export.adapter import load_adapted
 from deltawire.export.lines import line_model
 from deltawire.export.models import published_files, with_quantization
@@ -85,6 +86,7 @@ def publish_start(
         run_id=run_id,
         compaction_strides=(),
         frozen=frozen,
+        snapshot_dir=machine_policy().publisher_dir(config.train.publisher_offload),
     ).close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from deltawire.sync import (
     read_manifest,
     read_run,
 )
+from deltawire.sync.publish.offload import offloaded_mirror
 from deltawire.wire.run import Run, TensorSpec
 
 TENSORS = [
@@ -91,14 +93,16 @@ def start_publisher(
     seed: int = 0,
     anchor_every: int = 3,
     compaction_strides: Sequence[int] = (),
+    snapshot_dir: Path | None = None,
     **options: Any,
 ) -> SteadyPublisher:
     """Opens a publisher that continues from what is committed, with the next epoch.
 
-    ``options`` go to `Publisher`.
+    ``snapshot_dir`` as for `open_publisher`; ``options`` go to `Publisher`.
     """
     run = start_run(bucket, seed=seed)
-    mirror = load_mirror(bucket, run)
+    empty = None if snapshot_dir is None else offloaded_mirror(run, snapshot_dir)
+    mirror = load_mirror(bucket, run, into=empty) or empty
     if mirror is None:
         blank = {spec.name: np.zeros(spec.count, codec.unsigned_of(spec.dtype)) for spec in TENSORS}
         mirror = Mirror(blank, -1, codec.ZERO)

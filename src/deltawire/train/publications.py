@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deltawire.config import TrainConfig
+from deltawire.config.machine import machine_policy
 from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.export.quantized import SCHEMES, QuantizedWeights
 from deltawire.export.shards import LocalShard
@@ -101,6 +102,7 @@ class Publication:
             anchor_every=train.anchor_every,
             compaction_strides=COMPACTION_STRIDES if train.compaction else (),
             signer=signer,
+            snapshot_dir=machine_policy().publisher_dir(train.publisher_offload),
         )
         self._ranges = {
             name: (main.held.starts.get(name, 0), bits.size)

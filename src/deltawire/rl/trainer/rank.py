@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
+from deltawire.config.machine import machine_policy
 from deltawire.errors import BugError, DeltawireError, FencedError, InputError, ResyncError
 from deltawire.events import SourceLoss
 from deltawire.export.merge import MergeReport, require_kept
@@ -124,6 +125,7 @@ class Rank(Generic[R_co]):
             signer=signer,
             on_commit=on_commit,
             on_anchor=on_anchor,
+            snapshot_dir=machine_policy().publisher_dir(train.publisher_offload),
         )
         self.further = Publications(
             bucket,
@@ -235,8 +237,8 @@ class Rank(Generic[R_co]):
     def finish(self, ledger: Ledger) -> None:
         """Commit and save the current version, and check that the weights are those published."""
         self.further.flush()
-        self.publisher.close()
         self.further.close()
+        self.publisher.close()
         self.save(ledger)
         self.checkpoints.close()
         if self.masters.digest() != self.publisher.digest and not self.diverged:
@@ -245,9 +247,9 @@ class Rank(Generic[R_co]):
     def close(self) -> None:
         """End the threads, also those that an error left running."""
         # An error of the version under way was raised before, or follows the one that ends the run.
+        self.further.__exit__(None, None, None)  # They read the publisher's copies.
         with contextlib.suppress(DeltawireError):
             self.publisher.close()
-        self.further.__exit__(None, None, None)
         with contextlib.suppress(DeltawireError):
             self.checkpoints.close()
 

@@ -88,6 +88,24 @@ class Mirror:
         tensors = {name: bits.copy() for name, bits in self.tensors.items()}
         return Mirror(tensors, self.version, self.digest, dict(self.starts), self.held)
 
+    def fresh(self, run: Run) -> Mirror:
+        """Returns an empty mirror of the whole model, in the same kind of memory."""
+        return empty_mirror(run)
+
+    def clear(self) -> None:
+        """Sets all elements to zero, and takes the memory for them: first writes to fresh pages
+        would slow the copy that a trainer waits for.
+        """
+        for bits in self.tensors.values():
+            bits.fill(0)
+
+    def touched(self, size: int) -> None:
+        """Counts ``size`` bytes that were read or written, for mirrors that bound how much of
+        their content is in memory."""
+
+    def close(self) -> None:
+        """Gives back what the mirror holds; do not use the tensors afterwards."""
+
     def find(self, name: str, start: int, count: int) -> Bits | None:
         """Returns the memory of elements ``start … start+count`` of a tensor, None unless all of
         them are held."""

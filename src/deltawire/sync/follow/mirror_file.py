@@ -73,7 +73,7 @@ class FileMirror(Mirror):
         try:
             file = self._file = open_locked(path)
             fresh = self._file.read(_IDENTITY.size) != identity
-            _reserve(self._file, size)
+            reserve(self._file, size)
             self._map = mmap.mmap(self._file.fileno(), size)
         except OSError as error:
             if file is not None:
@@ -150,7 +150,7 @@ def open_locked(path: Path) -> IO[bytes]:
     return file
 
 
-def _reserve(file: IO[bytes], size: int) -> None:
+def reserve(file: IO[bytes], size: int) -> None:
     """Reserves disk space now: a full disk met later would kill the process during a write."""
     file.truncate(size)
     if hasattr(os, "posix_fallocate"):

@@ -183,9 +183,7 @@ class VersionWriter:
         self.bytes_reused = 0
         """Bytes of the anchor built last that were stored for the anchor before it."""
         if mirror.version < 0:
-            # Touch the memory now: first writes to fresh pages would slow the trainer's copy.
-            for bits in mirror.tensors.values():
-                bits.fill(0)
+            mirror.clear()
         self.baseline = mirror
         self.staging = mirror.copy()
         self.differing: set[str] = set()
@@ -205,6 +203,16 @@ class VersionWriter:
             self._sums = digest_chunks(self.chunks, mirror, threads=threads)
             self._check_sums()
             self.skip_unreadable()
+
+    def touched(self, size: int) -> None:
+        """Counts bytes that were copied to the staging buffers, perhaps from the baseline."""
+        self.baseline.touched(size)
+        self.staging.touched(size)
+
+    def close(self) -> None:
+        """Gives back the memory, or the files, of the baseline and the staging buffers."""
+        self.baseline.close()
+        self.staging.close()
 
     @property
     def first(self) -> bool:
@@ -426,7 +434,8 @@ class VersionWriter:
             self.remember_anchor(encoded.anchor, (self._merged or [encoded.anchor])[-1].blobs)
 
     def restart_from(self, mirror: Mirror) -> None:
-        """Makes another mirror the baseline."""
+        """Makes another mirror the baseline, and closes the one before."""
+        self.baseline.close()
         self.baseline = mirror
         self.differing = set(mirror.tensors)
         self._sums = digest_chunks(self.chunks, mirror, threads=self._threads)

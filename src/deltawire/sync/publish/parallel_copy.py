@@ -4,14 +4,14 @@ waits for the copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
 from deltawire.codec import Bits
 from deltawire.codec.delta import cores
-from deltawire.sync.publish.safetensors_files import StoredTensor
+from deltawire.sync.publish.lazy_tensor import LazyTensor
 
 PART_BYTES = 8 << 20
 """Bytes that one thread copies at a time: enough to make the hand-over cost negligible."""
@@ -21,7 +21,7 @@ _SINGLE_BYTES = 1 << 20
 
 
 class Copier:
-    """Copies arrays, or tensors in files, into arrays of their shapes and dtypes.
+    """Copies arrays, or tensors that are read in parts, into arrays of their shapes and dtypes.
 
     ``threads`` defaults to the number of cores; they start with the first copy that is large
     enough.
@@ -31,20 +31,38 @@ class Copier:
         self._threads = threads or cores()
         self._pool: ThreadPoolExecutor | None = None
 
-    def copy(self, pairs: Iterable[tuple[Bits, Bits | StoredTensor]]) -> None:
+    def copy(
+        self,
+        pairs: Iterable[tuple[Bits, Bits | LazyTensor]],
+        *,
+        touched: Callable[[int], None] | None = None,
+    ) -> None:
         """Copies the second of each pair, uint[N], into the first.
 
+        ``touched`` is called with the number of bytes of each part that was written, in any thread.
         No thread writes after this returns or raises.
         """
+
+        def copy_part(target: Bits, source: Bits | LazyTensor, start: int, stop: int) -> None:
+            """Copies elements ``start`` to ``stop``."""
+            part = target[start:stop]
+            if isinstance(source, LazyTensor):
+                source.read_into(part, start)
+            else:
+                np.copyto(part, source[start:stop])
+            if touched is not None:
+                touched(part.nbytes)
+
         running: list[Future[None]] = []
         try:
             for target, source in pairs:
-                if self._threads == 1 or target.nbytes < _SINGLE_BYTES:
-                    _copy_part(target, source, 0, target.size)
-                    continue
                 step = max(PART_BYTES // target.itemsize, 1)
+                if self._threads == 1 or target.nbytes < _SINGLE_BYTES:
+                    for start in range(0, target.size, step):
+                        copy_part(target, source, start, start + step)
+                    continue
                 running.extend(
-                    self._started().submit(_copy_part, target, source, start, start + step)
+                    self._started().submit(copy_part, target, source, start, start + step)
                     for start in range(0, target.size, step)
                 )
         finally:
@@ -61,14 +79,6 @@ class Copier:
         """Ends the threads."""
         if self._pool is not None:
             self._pool.shutdown()
-
-
-def _copy_part(target: Bits, source: Bits | StoredTensor, start: int, stop: int) -> None:
-    """Copies elements ``start`` to ``stop``."""
-    if isinstance(source, StoredTensor):
-        source.read_into(target[start:stop], start)
-    else:
-        np.copyto(target[start:stop], source[start:stop])
 
 
 def _finish(running: list[Future[None]]) -> None:

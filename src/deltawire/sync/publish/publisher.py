@@ -42,8 +42,8 @@ from deltawire.sync.publish.compaction import COMPACTION_STRIDES, CompactionThre
 from deltawire.sync.publish.encoding import BLOB_BYTES
 from deltawire.sync.publish.given_tensors import check_mapping, memory_key
 from deltawire.sync.publish.later_anchors import AnchorStats, LaterAnchors
+from deltawire.sync.publish.lazy_tensor import LazyTensor
 from deltawire.sync.publish.parallel_copy import Copier
-from deltawire.sync.publish.safetensors_files import StoredTensor
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec
 from deltawire.wire.seal import Signer
@@ -213,7 +213,8 @@ class Publisher:
         self.flush()
         self.settle()
         self._anchors.leave(self._writer.staging)
-        self._copier.copy(self._pairs(tensors, partial=partial))
+        pairs = self._pairs(tensors, partial=partial)
+        self._copier.copy(pairs, touched=self._writer.touched)
         blocked_ms = (time.perf_counter() - started) * 1e3
         step = _Step(self._writer.next_version, checked, blocked_ms, files, expected)
         self._submitted = step.version
@@ -290,10 +291,11 @@ class Publisher:
             self._anchors.close()
             self._copier.close()
             self.compaction.close()
+            self._writer.close()
 
     def _pairs(
         self, tensors: Mapping[str, Any], *, partial: bool
-    ) -> list[tuple[Bits, Bits | StoredTensor]]:
+    ) -> list[tuple[Bits, Bits | LazyTensor]]:
         """Checks all tensors and pairs each with its place in the staging buffers. Tensors left out
         are paired with the baseline's bits if the staged ones may differ.
         """
@@ -327,12 +329,12 @@ class Publisher:
         differing.update(given)
         return [(staging.tensors[name], bits) for name, bits in found.items()]
 
-    def _bits(self, spec: TensorSpec, value: Any) -> Bits | StoredTensor:
+    def _bits(self, spec: TensorSpec, value: Any) -> Bits | LazyTensor:
         try:
-            if isinstance(value, StoredTensor):
+            if isinstance(value, LazyTensor):
                 if value.spec.dtype != spec.dtype:
                     raise InputError(f"the file holds {value.spec.dtype}, not {spec.dtype}")
-                bits: Bits | StoredTensor = value
+                bits: Bits | LazyTensor = value
             else:
                 bits = codec.bits_of(value, spec.dtype)
         except InputError as error:
@@ -418,13 +420,15 @@ class Publisher:
         """Moves the baseline to an earlier attempt's manifest by reading the version that it
         committed.
         """
-        mirror = load_mirror(self.bucket, self.run, at=found.version)
+        fresh = self._writer.baseline.fresh(self.run)
+        mirror = load_mirror(self.bucket, self.run, at=found.version, into=fresh)
         if mirror is None:
             raise CorruptError("a committed version is missing", version=found.version)
+        self._anchors.leave(self._writer.baseline)
         self._writer.restart_from(mirror)
         self._unanswered = None
         self._nonces.clear()
 
 
-def _loaded(bits: Bits | StoredTensor) -> Bits:
-    return bits.read() if isinstance(bits, StoredTensor) else bits
+def _loaded(bits: Bits | LazyTensor) -> Bits:
+    return bits.read() if isinstance(bits, LazyTensor) else bits

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from deltawire import codec
 from deltawire.codec import Bits
 from deltawire.errors import InputError
+from deltawire.sync.publish.lazy_tensor import LazyTensor
 from deltawire.wire.run import TensorSpec
 
 MAX_HEADER_BYTES = 100 << 20
@@ -27,35 +26,12 @@ class CheckpointDirError(InputError):
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(LazyTensor):
     """The location of one tensor in a file: ``offset`` is that of its first byte."""
 
     spec: TensorSpec
     path: Path
     offset: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The tensor's shape."""
-        return self.spec.shape
-
-    @property
-    def size(self) -> int:
-        """Return how many elements it has."""
-        return self.spec.count
-
-    @property
-    def nbytes(self) -> int:
-        """Return how many bytes it has."""
-        return self.spec.count * codec.ITEMSIZE[self.spec.dtype]
-
-    def read(self, start: int = 0, count: int | None = None) -> Bits:
-        """Reads ``count`` elements from ``start`` on (all) as unsigned bits, uint[count]."""
-        found = np.empty(
-            self.size - start if count is None else count, codec.unsigned_of(self.spec.dtype)
-        )
-        self.read_into(found, start)
-        return found
 
     def read_into(self, target: Bits, start: int = 0) -> None:
         """Fills ``target`` with elements from ``start`` on.

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from deltawire import codec
@@ -47,6 +48,7 @@ from deltawire.sync.publish.compaction import CompactionThread
 from deltawire.sync.publish.encoding import BLOB_BYTES
 from deltawire.sync.publish.later_anchors import AnchorStats, LaterAnchors
 from deltawire.sync.publish.merging import merge_payloads
+from deltawire.sync.publish.offload import offloaded_mirror
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.wire import keys
 from deltawire.wire.coordination import (
@@ -79,12 +81,19 @@ JITTER = 0.25
 
 
 def load_ranges(
-    bucket: Bucket, run: Run, ranges: Mapping[str, tuple[int, int]], *, at: int
+    bucket: Bucket,
+    run: Run,
+    ranges: Mapping[str, tuple[int, int]],
+    *,
+    at: int,
+    snapshot_dir: Path | str | None = None,
 ) -> Mirror:
     """Loads flat ranges of tensors, each (first element, count), of version ``at`` into a mirror
     for a `ShardPublisher` of these ranges.
 
-    Ranges are whole rows. Raises `CorruptError` if the version cannot be read.
+    Ranges are whole rows. With ``snapshot_dir`` the mirror, and the publisher's copy of it, lie in
+    files in that folder (see `offload`). Raises `CorruptError` if the version cannot be read,
+    `InputError` if the folder cannot be used.
 
     Example::
 
@@ -97,6 +106,11 @@ def load_ranges(
         spec = specs[name]
         width = spec.count // spec.shape[0] if spec.shape else 1
         rows[name] = None if count == spec.count else (start // width, (start + count) // width)
+    if snapshot_dir is not None:
+        offloaded = offloaded_mirror(run, snapshot_dir, rows)
+        load_mirror(bucket, run, at=at, into=offloaded)
+        offloaded.narrow(ranges)
+        return offloaded
     loaded = load_mirror(bucket, run, at=at, wanted=rows)
     assert loaded is not None  # This raises if the version cannot be read.
     tensors = {}
@@ -289,6 +303,7 @@ class ShardPublisher:
             self._cleaner.shutdown()
             self._copier.close()
             self._compaction.close()
+            self._writer.close()
 
     def _stage(self, shards: Mapping[str, Any], *, partial: bool) -> None:
         held = self._writer.staging.tensors
@@ -307,7 +322,10 @@ class ShardPublisher:
         differing.difference_update(rest)
         differing.update(shards)
         self._anchors.leave(self._writer.staging)
-        self._copier.copy((held[name], bits) for name, bits in found.items())
+        self._copier.copy(
+            ((held[name], bits) for name, bits in found.items()),
+            touched=self._writer.touched,
+        )
 
     def _commit(self, version: int, metadata: dict[str, Any], blocked_ms: float) -> None:
         try:

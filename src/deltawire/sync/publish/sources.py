@@ -28,12 +28,16 @@ from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import empty_mirror
 from deltawire.sync.publish.given_tensors import MemoryKey, check_names, memory_key
+from deltawire.sync.publish.lazy_tensor import LazyTensor
 from deltawire.sync.publish.model_files import INDEX, other_files
+from deltawire.sync.publish.offload import offloaded_mirror, require_room
 from deltawire.sync.publish.publisher import Publisher
-from deltawire.sync.publish.safetensors_files import StoredTensor
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec, chunk_for
 from deltawire.wire.seal import Signer
+
+PART_ELEMENTS = 1 << 23
+"""Elements of a lazy tensor that are read at a time."""
 
 
 def table_of(
@@ -74,6 +78,7 @@ def open_publisher(
     metadata: dict[str, Any] | None = None,
     signer: Signer | None = None,
     run_id: str = "",
+    snapshot_dir: Path | str | None = None,
     **options: Any,
 ) -> Publisher:
     """Opens a publisher of models like ``tensors``: of the run in the bucket, or of a new one.
@@ -87,9 +92,12 @@ def open_publisher(
     `read_safetensors` do. ``directory`` is a model directory whose other files, such as its
     configuration and tokenizer, a new run carries, so that ``pull`` writes a directory that loads;
     ``model_files`` are such files that are already stored as blobs, and ``metadata`` is that of
-    version 0. ``run_id`` is a new run's id, random by default. ``options`` go to `Publisher`.
-    Raises `InputError` if the bucket holds a run of another model, and for tensors that no engine
-    could load.
+    version 0. ``run_id`` is a new run's id, random by default. With ``snapshot_dir`` the
+    publisher's two copies of the model lie in files in that folder instead of memory; the files
+    have no name and end with the process. Together with `LazyTensor` values, neither the weights
+    nor the copies need to fit into memory. ``options`` go to `Publisher`. Raises `InputError` if
+    the bucket holds a run of another model, for tensors that no engine could load, and for a folder
+    that is missing or too full.
 
     Example::
 
@@ -106,39 +114,54 @@ def open_publisher(
     existing = read_run(bucket, public_key=key)
     stored = {spec.name for spec in existing.tensors} if existing else set[str]()
     table = table_of(tensors, stored=stored) if specs is None else (specs, dict[str, str]())
+    if snapshot_dir is not None:  # Before a run is made.
+        require_room(snapshot_dir, table[0])
+    made = None
     if existing is None:
         files = [] if directory is None else stored_files(bucket, Path(directory))
-        run = msgspec.structs.replace(
+        made = msgspec.structs.replace(
             _describe(tensors, *table, name=name, chunk=chunk),
             id=run_id or secrets.token_hex(16),
             public_key=key,
             model_files=[*(model_files or []), *files],
             config=config or {},
         )
-        existing = create_run(bucket, run, signer=signer)
+        existing = create_run(bucket, made, signer=signer)
     newest = newest_readable(bucket, existing)
-    _check_same_model(bucket, existing, newest, tensors, *table)
-    publisher = _continued(bucket, existing, newest, signer, options)
+    digest = made.digest if made is not None else None
+    _check_same_model(bucket, existing, newest, tensors, *table, digest=digest)
+    publisher = _continued(bucket, existing, newest, signer, snapshot_dir, options)
     if publisher.version < 0:
-        try:
-            publisher.publish(tensors, metadata=metadata)
-            publisher.flush()
-        except BaseException:
-            publisher.close()
-            raise
+        _publish_first(publisher, tensors, metadata)
     return publisher
 
 
+def _publish_first(
+    publisher: Publisher, tensors: Mapping[str, Any], metadata: dict[str, Any] | None
+) -> None:
+    try:
+        publisher.publish(tensors, metadata=metadata)
+        publisher.flush()
+    except BaseException:
+        publisher.close()
+        raise
+
+
 def continue_publisher(
-    bucket: Bucket, *, signer: Signer | None = None, **options: Any
+    bucket: Bucket,
+    *,
+    signer: Signer | None = None,
+    snapshot_dir: Path | str | None = None,
+    **options: Any,
 ) -> Publisher:
     """Opens a publisher of the run in the bucket, from its newest version, with the next epoch.
 
-    ``options`` go to `Publisher`. Raises `InputError` if there is no run.
+    ``snapshot_dir`` and ``options`` as for `open_publisher`. Raises `InputError` if there is no
+    run.
     """
     bucket = RetryingBucket.over(bucket)
     run = require_run(bucket, public_key=signer.public_key if signer else "")
-    return _continued(bucket, run, newest_readable(bucket, run), signer, options)
+    return _continued(bucket, run, newest_readable(bucket, run), signer, snapshot_dir, options)
 
 
 def _continued(
@@ -146,10 +169,12 @@ def _continued(
     run: Run,
     newest: Manifest | None,
     signer: Signer | None,
+    snapshot_dir: Path | str | None,
     options: dict[str, Any],
 ) -> Publisher:
     """Opens a publisher that continues a run from its newest version, if it has one."""
-    mirror = None if newest is None else load_mirror(bucket, run, known=newest)
+    empty = empty_mirror(run) if snapshot_dir is None else offloaded_mirror(run, snapshot_dir)
+    mirror = None if newest is None else load_mirror(bucket, run, known=newest, into=empty)
     held = newest
     if newest is not None and mirror is not None and mirror.version != newest.version:
         held = read_manifest(bucket, run, mirror.version)
@@ -157,7 +182,7 @@ def _continued(
     return Publisher(
         bucket,
         run,
-        empty_mirror(run) if mirror is None else mirror,
+        empty if mirror is None else mirror,
         epoch=max(epochs, default=-1) + 1,
         newest=-1 if newest is None else newest.version,
         signer=signer,
@@ -205,20 +230,27 @@ def _check_same_model(
     tensors: Mapping[str, Any],
     specs: list[TensorSpec],
     aliases: dict[str, str],
+    *,
+    digest: str | None = None,
 ) -> None:
-    """Raises `InputError` unless a publisher of ``tensors`` can continue or start ``run``."""
+    """Raises `InputError` unless a publisher of ``tensors`` can continue or start ``run``;
+    ``digest`` is theirs if it is known: computing it reads all of them."""
     same = run.tensors == specs and run.aliases == aliases
     if same and newest is None and newest_version(bucket) is None:
-        same = run.digest == _digest_of(tensors, specs).hex()
+        same = run.digest == (digest or _digest_of(tensors, specs).hex())
     if not same:
         raise another_model(bucket, run.tensors, specs)
 
 
 def _digest_of(tensors: Mapping[str, Any], specs: Sequence[TensorSpec]) -> Digest:
-    """Computes the digest of a model, reading tensors that lie in files one at a time."""
+    """Computes the digest of a model, reading lazy tensors in parts."""
     total = codec.ZERO
     for spec in specs:
         value = tensors[spec.name]
-        bits = value.read() if isinstance(value, StoredTensor) else codec.bits_of(value, spec.dtype)
-        total += codec.digest_bits(spec.name, bits)
+        if not isinstance(value, LazyTensor):
+            total += codec.digest_bits(spec.name, codec.bits_of(value, spec.dtype))
+            continue
+        for at in range(0, value.size, PART_ELEMENTS):
+            bits = value.read(at, min(PART_ELEMENTS, value.size - at))
+            total += codec.digest_bits(spec.name, bits, at)
     return total

@@ -11,6 +11,7 @@ import torch
 
 from deltawire.config import RunConfig
 from deltawire.config.base import QUANTIZED
+from deltawire.config.machine import machine_policy
 from deltawire.errors import CorruptError, InputError
 from deltawire.export.adapter import open_model
 from deltawire.export.models import check_directory, fetch_model_files, load_tokenizer
@@ -173,6 +174,7 @@ class TrainingSession:
             anchor_every=config.train.anchor_every,
             signer=signer,
             head=head if masters.mesh.ranks == 1 and head.version == begin.version else None,
+            snapshot_dir=machine_policy().publisher_dir(config.train.publisher_offload),
         )
         return cls(bucket, run, config, masters, publisher, state, confirm=confirm)
 

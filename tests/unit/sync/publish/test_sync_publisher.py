@@ -37,9 +37,9 @@ def _no_pauses(monkeypatch):
     monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
 
 
-@pytest.fixture
-def publisher(bucket):
-    publisher = start_publisher(bucket)
+@pytest.fixture(params=["memory", "disk"])
+def publisher(bucket, request, tmp_path):
+    publisher = start_publisher(bucket, snapshot_dir=tmp_path if request.param == "disk" else None)
     yield publisher
     publisher.close()
 
