@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Annotated
 
 import msgspec
@@ -47,6 +48,15 @@ class Lineage(
     at: float
     rules: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     answers: Annotated[list[LearnedAnswer], Meta(min_length=1, max_length=MAX_ANSWERS)]
+
+
+def without_users(lineage: Lineage, users: Container[str]) -> Lineage:
+    """Returns the lineage without the pseudonyms of these users; their rewards stay."""
+    answers = [
+        msgspec.structs.replace(one, user="") if one.user and one.user in users else one
+        for one in lineage.answers
+    ]
+    return msgspec.structs.replace(lineage, answers=answers)
 
 
 class Forgotten(

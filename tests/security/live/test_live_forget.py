@@ -6,7 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from live_answers import NOW, answer, config_of, put_rows, report
+from forgotten_users import everything_in, learned
+from live_answers import answer, put_rows, report
 from live_gateway import SECRET, live_serving, published
 
 from deltawire.cli.main import main
@@ -14,24 +15,14 @@ from deltawire.errors import RetryError
 from deltawire.live.capture.consent import ConsentRule
 from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.erasure.forgetting import forget_user
-from deltawire.live.learning.grouping import GroupMaker
-from deltawire.live.learning.learner import LiveGroups
-from deltawire.live.learning.records import LiveRecords, read_lineages
+from deltawire.live.learning.records import read_lineages
 from deltawire.store import DelegatingBucket
-from deltawire.testing.tiny import start_publisher, start_run, weights
+from deltawire.testing.tiny import start_run
 from deltawire.wire import keys
-from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.rollouts import decode_group
 
 PLANTED = "planted-text-4711"
 ALICE = Pseudonyms(SECRET).user("alice")
-
-
-def everything_in(bucket, *folders):
-    data = [key.encode() + (bucket.get(key, limit=1 << 30) or b"") for key in bucket.list("")]
-    for folder in folders:
-        data += [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
-    return b"".join(data)
 
 
 def test_a_planted_text_is_gone_from_bucket_spool_and_memory(tmp_path, monkeypatch):
@@ -65,32 +56,12 @@ def test_a_planted_text_is_gone_from_bucket_spool_and_memory(tmp_path, monkeypat
     assert found.count(ALICE.encode()) == 2  # The record of the erasure, and its key.
 
 
-def learned(bucket):
-    """Two groups of four answers; the first is consumed by version 1, the second waits."""
-    numbers = range(1, 9)
-    put_rows(
-        bucket, 0,
-        [answer(n, user=ALICE if n in (2, 6) else None) for n in numbers],
-        [report(n, user=ALICE if n in (2, 6) else None) for n in numbers],
-    )  # fmt: skip
-    records = LiveRecords(bucket)
-    records.poll()
-    groups = LiveGroups(bucket, "live", GroupMaker(config_of(), records), first=0)
-    assert groups.store("n0", NOW + 100)
-    assert groups.store("n1", NOW + 100)
-    publisher = start_publisher(bucket)
-    publisher.publish(weights(0))
-    step = CommitMetadata(step=1, consumed=[("live", 0)])
-    publisher.publish(weights(1), metadata=step.to_dict())
-    publisher.close()
-
-
 def test_versions_are_named_and_groups_hold_nothing_of_the_user():
     from deltawire.store import open_bucket
 
     bucket = open_bucket("memory://")
     start_run(bucket)
-    learned(bucket)
+    learned(bucket, {2: ALICE, 6: ALICE})
     record = forget_user(bucket, start_run(bucket), ALICE)
     assert record.versions == [1]
     assert record.groups == [("live", 0), ("live", 1)]
@@ -135,7 +106,7 @@ def test_an_erasure_that_was_interrupted_forgets_no_version(at):
 
     bucket = open_bucket("memory://")
     start_run(bucket)
-    learned(bucket)
+    learned(bucket, {2: ALICE, 6: ALICE})
     run = start_run(bucket)
     with contextlib.suppress(RetryError):
         forget_user(Failing(bucket, at), run, ALICE)

@@ -6,10 +6,9 @@ import itertools
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
-import torch
+from forgotten_users import everything_in, train
 from granted_groups import SECRET as TRAINER_SECRET
 from granted_groups import start_with_groups
 from heartbeats import put_heartbeat
@@ -18,7 +17,6 @@ from signed_run import OTHER, WORKER, SignedRun
 
 from deltawire.cli.main import main
 from deltawire.errors import InputError, RetryError
-from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.launch.gateway import pseudonym_secret
 from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.erasure.forgetting import forget_user
@@ -29,9 +27,8 @@ from deltawire.live.learning.rebuilds import ReleasedGroups
 from deltawire.live.learning.records import LiveRecords, read_lineages
 from deltawire.rl.control.challenges import nonce_of
 from deltawire.rl.trainer import rollbacks
-from deltawire.rl.trainer.trainer import Trainer
 from deltawire.runtime.decision_log import DecisionLog
-from deltawire.runtime.process import Process, open_run
+from deltawire.runtime.process import open_run
 from deltawire.store import DelegatingBucket, open_bucket
 from deltawire.sync import Publisher, load_mirror, read_history, read_manifest
 from deltawire.testing.tiny import start_publisher, start_run, weights
@@ -261,30 +258,12 @@ def test_a_command_that_is_killed_at_any_write_is_finished_by_the_next(done):
     assert at > 5, "record, segments, group, lineage and decision are writes to die at"
 
 
-def everything_in(bucket, *folders):
-    data = [key.encode() + (bucket.get(key, limit=1 << 30) or b"") for key in bucket.list("")]
-    for folder in folders:
-        data += [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
-    return b"".join(data)
-
-
 def forms_of(data):
     """The bytes as they are, in hexadecimal, and in base64 at each of its three offsets."""
     yield data
     yield data.hex().encode()
     for place in range(3):
         yield base64.b64encode(b"\0" * place + data)[4 if place else 0 : -4]
-
-
-def train(bucket, *, to):
-    torch.set_num_threads(1)
-    run, config = open_run(bucket)
-    config = msgspec.structs.replace(
-        config, train=msgspec.structs.replace(config.train, versions=to)
-    )
-    with fetch_model_files(bucket, run) as folder:
-        model = empty_model(Path(folder))
-    Trainer(Process(bucket, "trainer", "trainer", supervised=False), run, config, model).loop()
 
 
 def test_a_trainer_restores_and_trains_again_on_the_answers_of_others(

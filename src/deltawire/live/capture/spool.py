@@ -147,6 +147,11 @@ class Spool:
         with contextlib.suppress(FileNotFoundError):
             self._path(number).rename(self._path(number).with_suffix(".damaged"))
 
+    def remove_damaged(self) -> None:
+        """Deletes the segments that were set aside."""
+        for path in self._folder.glob("*.damaged"):
+            path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Stores what waits, seals the segment and ends the thread."""
         if self._thread.is_alive():

@@ -2,6 +2,9 @@
 
 A segment is created under a key that follows from its number, so an upload that is repeated after
 a crash changes nothing. While the store does not answer, segments wait; answers do not.
+
+Users are forgotten meanwhile. So who was forgotten is read after a segment was stored and before it
+leaves the spool: an erasure that began earlier may have listed the bucket without it.
 """
 
 from __future__ import annotations
@@ -47,8 +50,8 @@ class _Owner(msgspec.Struct):
 class SpoolUploader(threading.Thread):
     """Uploads the sealed segments of several spools, oldest first, until `close`.
 
-    ``forgotten`` are pseudonyms whose rows are left out. ``each_round`` is called after each round
-    in which the store answered. ``uploaded`` counts rows; ``alarm`` holds the last error.
+    ``forgotten`` reads the pseudonyms whose rows are left out. ``each_round`` is called before each
+    round. ``uploaded`` counts rows; ``alarm`` holds the last error.
     """
 
     def __init__(
@@ -114,9 +117,8 @@ class SpoolUploader(threading.Thread):
             stream.spool.set_aside(number)
             self._report(error.message)
             return
-        gone = set(self._forgotten())
-        kept = [row for row in rows if not gone or _user_of(row) not in gone]
-        data = encode_segment(self._gateway, number, kept)
+        stored = _without(rows, self._forgotten())
+        data = encode_segment(self._gateway, number, stored)
         if not self._bucket.create(key, data):
             found = self._bucket.get(key, limit=MAX_SEGMENT_BYTES)
             if found is None:
@@ -126,6 +128,9 @@ class SpoolUploader(threading.Thread):
                     found, stream.kind, gateway=self._gateway, number=number,
                     run=self._bucket.url, key=key,
                 )  # fmt: skip
+        kept = _without(stored, self._forgotten())
+        if len(kept) < len(stored):
+            self._bucket.put(key, encode_segment(self._gateway, number, kept))
         self.uploaded += len(kept)
         stream.spool.remove(number)
 
@@ -133,6 +138,10 @@ class SpoolUploader(threading.Thread):
         if message != self.alarm:
             _LOG.warning("captures wait on disk: %s", message)
         self.alarm = message
+
+
+def _without(rows: list[bytes], users: Collection[str]) -> list[bytes]:
+    return [row for row in rows if _user_of(row) not in users] if users else rows
 
 
 def _user_of(row: bytes) -> str:

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import replace
 
 import msgspec
-import numpy as np
 from blake3 import blake3
 
 from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.live.forgotten import forgotten_users
+from deltawire.live.learning.grouping import group_without_users
 from deltawire.live.learning.records import read_lineages
 from deltawire.store import Bucket
 from deltawire.sync import read_manifest
@@ -37,7 +37,7 @@ from deltawire.wire.captures import (
     encode_segment,
 )
 from deltawire.wire.ledger import GROUP_HASH_DIGITS, CommitMetadata
-from deltawire.wire.lineage import MAX_FORGOTTEN_BYTES, Forgotten, Lineage
+from deltawire.wire.lineage import MAX_FORGOTTEN_BYTES, Forgotten, Lineage, without_users
 from deltawire.wire.objects import decode_json, encode_json
 from deltawire.wire.rollouts import MAX_GROUP_BYTES, decode_group, encode_group
 from deltawire.wire.run import Run
@@ -65,25 +65,15 @@ def forget_user(
         # A learner that had not seen the record may have stored a group meanwhile.
         mine = [one for one in read_lineages(bucket) if any(a.user == user for a in one.answers)]
         writers = _writers(bucket, mine, learners)
-    places = {(one.worker, one.sequence): one for one in mine}
+    places = {(one.worker, one.sequence) for one in mine}
     groups = sorted({*record.groups, *places})
-    emptied = set(record.groups) - set(places)
+    emptied = set(record.groups) - places
     versions = sorted({*record.versions, *_trained_on(bucket, run, groups, emptied=emptied)})
     # Stored before anything is deleted: a run that stops in between forgets no version.
     record = msgspec.structs.replace(record, groups=groups, versions=versions)
     bucket.put(key, encode_json(record))
-    answers = _filter(bucket, keys.LIVE_CAPTURES, Capture, user)
-    feedback = _filter(bucket, keys.LIVE_FEEDBACK, Feedback, user)
-    settled = _settled(bucket, run)
-    for (worker, sequence), lineage in places.items():
-        bucket.delete(keys.reference(worker, sequence))
-        if (worker, sequence) in settled:
-            bucket.delete(keys.rollout(worker, sequence))
-        else:
-            _empty(writers[worker], lineage, user)
-    for lineage in mine:
-        key_of = keys.live_lineage(lineage.worker, lineage.sequence)
-        writers[lineage.worker].put(key_of, encode_json(_without(lineage, user)))
+    answers, feedback = _delete_rows(bucket, user)
+    _delete_groups(bucket, run, user, mine, writers)
     record = msgspec.structs.replace(
         record, answers=record.answers + answers, feedback=record.feedback + feedback
     )
@@ -113,12 +103,44 @@ def _known(bucket: Bucket, key: str) -> Forgotten | None:
     return None if data is None else decode_json(data, Forgotten, run=bucket.url, key=key)
 
 
-def _without(lineage: Lineage, user: str) -> Lineage:
-    answers = [
-        msgspec.structs.replace(one, user="") if one.user == user else one
-        for one in lineage.answers
-    ]
-    return msgspec.structs.replace(lineage, answers=answers)
+def _delete_groups(
+    bucket: Bucket, run: Run, user: str, mine: list[Lineage], writers: Mapping[str, Bucket]
+) -> None:
+    """Deletes the groups of these lineages, or the user's part of those that wait, and then the
+    user in the lineages.
+
+    The erasure of another user of a group may run at the same time. So both also delete what the
+    other does, until there is nothing new; but not before the other's record names the group, since
+    it is found by the lineage.
+    """
+    settled = _settled(bucket, run)
+    done: _Erased | None = None
+    while (others := _erased_by_others(bucket, user, mine)) != done:
+        for lineage in mine:
+            place = (lineage.worker, lineage.sequence)
+            gone = {user} | others.get(place, set())
+            writer = writers[lineage.worker]
+            bucket.delete(keys.reference(*place))
+            if place in settled:
+                bucket.delete(keys.rollout(*place))
+            else:
+                _empty(writer, lineage, gone)
+            writer.put(keys.live_lineage(*place), encode_json(without_users(lineage, gone)))
+        done = others
+
+
+_Erased = dict[tuple[str, int], set[str]]
+
+
+def _erased_by_others(bucket: Bucket, user: str, mine: Iterable[Lineage]) -> _Erased:
+    """Returns, by group, its other users whose records of an erasure name it."""
+    found: _Erased = {}
+    others = {answer.user for lineage in mine for answer in lineage.answers} - {user}
+    for other in others & forgotten_users(bucket):
+        record = _known(bucket, keys.live_forgotten(other))
+        for place in record.groups if record is not None else ():
+            found.setdefault(place, set()).add(other)
+    return found
 
 
 def _settled(bucket: Bucket, run: Run) -> set[tuple[str, int]]:
@@ -132,32 +154,14 @@ def _settled(bucket: Bucket, run: Run) -> set[tuple[str, int]]:
     return found
 
 
-def _empty(bucket: Bucket, lineage: Lineage, user: str) -> None:
-    """Replaces the user's trajectories in a group that waits for the trainer by failed ones: the
-    trainer waits for each number, so the group cannot be deleted."""
+def _empty(bucket: Bucket, lineage: Lineage, users: Set[str]) -> None:
+    """Takes these users out of a group that waits for the trainer."""
     key = keys.rollout(lineage.worker, lineage.sequence)
     data = bucket.get(key, limit=MAX_GROUP_BYTES)
     if data is None:
         return
     group = decode_group(data, run=bucket.url, key=key)
-    nothing = np.zeros(1, np.int32)
-    kept = [
-        replace(
-            t,
-            tokens_T=nothing,
-            logprobs_T=np.zeros(1, np.float32),
-            versions_T=nothing,
-            mask_T=np.zeros(1, np.uint8),
-            prompt=nothing,
-            reward=0.0,
-            cause="forgotten",
-        )
-        if one.user == user
-        else t
-        for t, one in zip(group.trajectories, lineage.answers, strict=True)
-    ]
-    first = next((t.prompt for t in kept if not t.cause and t.prompt is not None), nothing)
-    bucket.put(key, encode_group(replace(group, trajectories=kept, prompt=first)))
+    bucket.put(key, encode_group(group_without_users(group, lineage, users)))
 
 
 def _trained_on(
@@ -192,8 +196,26 @@ def _hash_of(bucket: Bucket, worker: str, sequence: int) -> str:
     return "-" if data is None else blake3(data).hexdigest()[:GROUP_HASH_DIGITS]
 
 
-def _filter(bucket: Bucket, prefix: str, kind: type[Capture] | type[Feedback], user: str) -> int:
-    """Replaces the segments that hold rows of a user; returns how many rows were deleted."""
+def _delete_rows(bucket: Bucket, user: str) -> tuple[int, int]:
+    """Deletes the user's rows; returns how many answers and how much feedback that were.
+
+    Another erasure may run at the same time, and the last of two that replace a segment decides
+    what it holds. So both delete the rows of all users who were forgotten, until there is no new
+    one: whichever wrote last sees the other's record.
+    """
+    answers = feedback = 0
+    done = frozenset[str]()
+    while not (users := forgotten_users(bucket)) <= done:
+        answers += _filter(bucket, keys.LIVE_CAPTURES, Capture, users, user)
+        feedback += _filter(bucket, keys.LIVE_FEEDBACK, Feedback, users, user)
+        done = users
+    return answers, feedback
+
+
+def _filter(
+    bucket: Bucket, prefix: str, kind: type[Capture] | type[Feedback], users: Set[str], user: str
+) -> int:
+    """Replaces the segments that hold rows of ``users``; returns how many rows were ``user``'s."""
     deleted = 0
     for key in bucket.list(prefix):
         gateway, _, _ = key.removeprefix(prefix).partition("/")
@@ -212,8 +234,8 @@ def _filter(bucket: Bucket, prefix: str, kind: type[Capture] | type[Feedback], u
                 run=bucket.url,
                 key=key,
             ) from error
-        kept = [row for row in rows if row.user != user]
+        kept = [row for row in rows if row.user not in users]
         if len(kept) < len(rows):
             bucket.put(key, encode_segment(gateway, number, [encode_row(row) for row in kept]))
-            deleted += len(rows) - len(kept)
+            deleted += sum(row.user == user for row in rows)
     return deleted

@@ -37,6 +37,7 @@ from deltawire.live.feedback.detectors import DetectorRates
 from deltawire.live.feedback.identities import ReportIdentities
 from deltawire.live.feedback.intake import FeedbackIntake, settler
 from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackLimits
+from deltawire.live.forgotten import forgotten_users
 from deltawire.live.gateway.conversations import Conversations, LastAnswer
 from deltawire.live.gateway.engine_tokens import AnswerReader, ChoiceTokens
 from deltawire.live.gateway.requests import AskedAnswer
@@ -147,7 +148,7 @@ class Recorder:
                 SpooledStream(self.captures, keys.live_captures, Capture),
                 SpooledStream(self.feedback, keys.live_feedback, Feedback),
             ],
-            forgotten=lambda: self.forgotten,
+            forgotten=self._read_forgotten,
             each_round=self._each_round,
             every_s=UPLOAD_EVERY_S,
         )
@@ -385,13 +386,20 @@ class Recorder:
         now = time.monotonic()
         if now - self._state_at < STATE_EVERY_S:
             return
-        names = [key.rsplit("/", 1)[-1] for key in self._bucket.list(keys.LIVE_FORGOTTEN)]
-        found = frozenset(name.removesuffix(".json") for name in names)
-        for user in found - self.forgotten:
-            self.conversations.forget(user)
-        self.forgotten = found
+        self._read_forgotten()
         self._bucket.put(keys.live_gateway(self.name), encode_json(self.state()))
         self._state_at = now
+
+    def _read_forgotten(self) -> frozenset[str]:
+        found = forgotten_users(self._bucket)
+        new = found - self.forgotten
+        self.forgotten = found
+        for user in new:
+            self.conversations.forget(user)
+        if new:  # Nobody can tell whose rows a damaged segment holds.
+            self.captures.remove_damaged()
+            self.feedback.remove_damaged()
+        return found
 
 
 def _capture(

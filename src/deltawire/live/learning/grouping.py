@@ -8,11 +8,12 @@ them as they are. So the trainer, its ledger and its recomputing of steps are th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltawire.config import RunConfig
 from deltawire.config.live import DEFAULT_REWARDS
@@ -274,17 +275,51 @@ def trajectory_of(capture: Capture, reward: float = 0.0, episode: int = 0) -> Tr
 
 def group_of_answers(
     answers: Sequence[LearnedAnswer],
-    captures: Sequence[Capture],
+    captures: Sequence[Capture | None],
     *,
     worker: str,
     nonce: str,
     temperature: float,
 ) -> Group:
     """Returns the group of these answers: one episode each, with its own prompt, whose reward is
-    its advantage times its weight."""
+    its advantage times its weight. An answer without a capture was its user's who was forgotten."""
     trajectories = [
-        trajectory_of(capture, one.advantage * one.weight, episode)
+        _forgotten_trajectory(episode)
+        if capture is None
+        else trajectory_of(capture, one.advantage * one.weight, episode)
         for episode, (one, capture) in enumerate(zip(answers, captures, strict=True))
     ]
-    prompt = captures[0].prompt_ids
+    prompt = _first_prompt(trajectories)
     return Group(worker, nonce, "live", temperature, prompt, trajectories, "live")
+
+
+def group_without_users(group: Group, lineage: Lineage, users: Container[str]) -> Group:
+    """Returns a group in which the trajectories of these users failed, without their tokens. The
+    trainer waits for each number of a worker, so a group that it may not have read yet cannot be
+    deleted."""
+    trajectories = [
+        _forgotten_trajectory(t.episode) if one.user and one.user in users else t
+        for t, one in zip(group.trajectories, lineage.answers, strict=True)
+    ]
+    return replace(group, trajectories=trajectories, prompt=_first_prompt(trajectories))
+
+
+def _forgotten_trajectory(episode: int) -> Trajectory:
+    nothing = np.zeros(1, np.int32)
+    return Trajectory(
+        nothing,
+        np.zeros(1, np.float32),
+        nothing,
+        np.zeros(1, np.uint8),
+        0.0,
+        "stop",
+        episode,
+        nothing,
+        cause="forgotten",
+    )
+
+
+def _first_prompt(trajectories: Sequence[Trajectory]) -> NDArray[np.int32]:
+    """Returns the first prompt of an answer that is left, one token of number 0 if none is."""
+    found = (t.prompt for t in trajectories if not t.cause and t.prompt is not None)
+    return next(found, np.zeros(1, np.int32))

@@ -18,7 +18,11 @@ from collections.abc import Callable, Collection
 from deltawire.config import RunConfig
 from deltawire.errors import FencedError, InputError, RetryError
 from deltawire.events import Evaluated
-from deltawire.live.learning.grouping import GroupMaker, group_of_answers
+from deltawire.live.learning.grouping import (
+    GroupMaker,
+    group_of_answers,
+    group_without_users,
+)
 from deltawire.live.learning.rebuilds import ReleasedGroups
 from deltawire.live.learning.records import LiveRecords, read_lineages
 from deltawire.rl.control.challenges import nonce_of
@@ -28,9 +32,9 @@ from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.store import Bucket
 from deltawire.wire import keys
-from deltawire.wire.lineage import Lineage
-from deltawire.wire.objects import encode_json
-from deltawire.wire.rollouts import Group, encode_group
+from deltawire.wire.lineage import MAX_LINEAGE_BYTES, Lineage, without_users
+from deltawire.wire.objects import decode_json, encode_json
+from deltawire.wire.rollouts import MAX_GROUP_BYTES, Group, decode_group, encode_group
 from deltawire.wire.run import Run
 from deltawire.wire.status import WorkerPhase, WorkerStatus
 
@@ -90,44 +94,72 @@ class LiveGroups:
                 )
             )
         lineage = self._unfinished[0]
+        self._create_lineage(lineage)
         group = self._group_of(lineage, nonce)
         if group is None:  # All its users were forgotten: the number is free again.
             self._bucket.delete(keys.live_lineage(self._worker, lineage.sequence))
-            self._unfinished.pop(0)
-            return True
-        self._create(lineage)
-        key = keys.rollout(self._worker, lineage.sequence)
-        data = encode_group(group)
-        if not self._bucket.create(key, data) and self._bucket.get(key, limit=1 << 28) != data:
-            raise FencedError(
-                f"another process stores groups as worker {self._worker}",
-                hint="give each learner its own --id",
-                run=self._bucket.url,
-                key=key,
-            )
+        else:
+            self._create_group(lineage, group)
+            self.sequence = lineage.sequence + 1
         self._unfinished.pop(0)
-        self.sequence = lineage.sequence + 1
         return True
 
-    def _create(self, lineage: Lineage) -> None:
+    def _create_lineage(self, lineage: Lineage) -> None:
+        """Stores a lineage without the users who were forgotten by then.
+
+        An erasure that begins later finds the lineage, and so names the group. Of an earlier one
+        the record is read here, before anything of the user is in a group.
+        """
         key = keys.live_lineage(self._worker, lineage.sequence)
-        data = encode_json(lineage)
-        if not self._bucket.create(key, data) and self._bucket.get(key, limit=1 << 26) != data:
-            raise FencedError(
-                f"another process made group {lineage.sequence} of worker {self._worker}",
-                hint="give each learner its own --id",
-                run=self._bucket.url,
-                key=key,
+        records = self._maker.records
+        data = encode_json(without_users(lineage, records.forgotten))
+        if self._bucket.create(key, data):
+            if records.poll_forgotten():
+                self._bucket.put(key, encode_json(without_users(lineage, records.forgotten)))
+            return
+        found = self._bucket.get(key, limit=MAX_LINEAGE_BYTES)
+        records.poll_forgotten()
+        wanted = without_users(lineage, records.forgotten)
+        if found is not None and found != data:
+            stored = decode_json(found, Lineage, run=self._bucket.url, key=key)
+            found = data if without_users(stored, records.forgotten) == wanted else b""
+        if found != data:
+            raise self._fenced(key)
+
+    def _create_group(self, lineage: Lineage, group: Group) -> None:
+        key = keys.rollout(self._worker, lineage.sequence)
+        data = encode_group(group)
+        created = self._bucket.create(key, data)
+        found = data if created else self._bucket.get(key, limit=MAX_GROUP_BYTES)
+        records = self._maker.records
+        records.poll_forgotten()
+        left = group_without_users(group, lineage, records.forgotten)
+        if found != data:  # Stored by an earlier attempt, and perhaps changed by an erasure.
+            touched = found is not None and any(
+                one.user in records.forgotten or not one.user for one in lineage.answers
             )
+            if not touched or decode_group(found or b"", run="", key=key).nonce != group.nonce:
+                raise self._fenced(key)
+        if found != encode_group(left):
+            self._bucket.put(key, encode_group(left))
+
+    def _fenced(self, key: str) -> FencedError:
+        return FencedError(
+            f"another process stores groups as worker {self._worker}",
+            hint="give each learner its own --id",
+            run=self._bucket.url,
+            key=key,
+        )
 
     def _group_of(self, lineage: Lineage, nonce: str) -> Group | None:
+        """Returns the group of a lineage, whose order it has; None if no answer is left."""
         known = self._maker.records.answers
-        kept = [one for one in lineage.answers if one.answer in known]
-        if not kept:
+        captures = [known.get(one.answer) for one in lineage.answers]
+        if not any(captures):
             return None
         return group_of_answers(
-            kept,
-            [known[one.answer] for one in kept],
+            lineage.answers,
+            captures,
             worker=self._worker,
             nonce=nonce,
             temperature=self._maker.config.rollout.temperature,

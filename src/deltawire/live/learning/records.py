@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 
 from deltawire.errors import CorruptError
+from deltawire.live.forgotten import forgotten_users
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.captures import (
@@ -40,12 +42,17 @@ class LiveRecords:
 
     def poll(self) -> int:
         """Reads new segments, and returns how many rows were new. Raises `RetryError`."""
-        names = (key.rsplit("/", 1)[-1] for key in self._bucket.list(keys.LIVE_FORGOTTEN))
-        gone = {name.removesuffix(".json") for name in names} - self.forgotten
+        self.poll_forgotten()
+        return self._poll(keys.LIVE_CAPTURES, Capture) + self._poll(keys.LIVE_FEEDBACK, Feedback)
+
+    def poll_forgotten(self) -> frozenset[str]:
+        """Drops the rows of users who were forgotten, and returns those that are new. Raises
+        `RetryError`."""
+        gone = forgotten_users(self._bucket) - self.forgotten
         if gone:
             self.forgotten |= gone
             self._drop(gone)
-        return self._poll(keys.LIVE_CAPTURES, Capture) + self._poll(keys.LIVE_FEEDBACK, Feedback)
+        return gone
 
     def _poll(self, prefix: str, kind: type[Capture] | type[Feedback]) -> int:
         found = 0
@@ -86,7 +93,7 @@ class LiveRecords:
         self.counts["reports"] += 1
         return True
 
-    def _drop(self, users: set[str]) -> None:
+    def _drop(self, users: Set[str]) -> None:
         for answer in [a for a, row in self.answers.items() if row.user in users]:
             del self.answers[answer]
         for answer, about in list(self.reports.items()):
