@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import aiohttp
 import msgspec
 import pytest
+from live_answers import config_of
 from live_gateway import HOOK, SIGNER, TOKEN, live_serving, published
 
 from deltawire.errors import InputError
@@ -20,6 +21,9 @@ from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.capture.redaction import load_redact
 from deltawire.live.feedback.client import FeedbackClient
 from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackLimits
+from deltawire.live.learning.grouping import GroupMaker
+from deltawire.live.learning.learner import LiveGroups
+from deltawire.live.learning.records import LiveRecords, read_lineages
 from deltawire.testing.tiny import start_run
 from deltawire.wire.receipts import read_receipt, sign_receipt
 from deltawire.wire.signing import Ed25519Signer
@@ -105,6 +109,67 @@ def test_feedback_before_the_answer_is_in_the_bucket_is_taken(serve, bucket):
         assert row.answer == capture.answer
 
     serve(scenario)
+
+
+def test_a_replayed_receipt_has_one_vote_however_often_and_wherever_it_is_sent(
+    bucket, tmp_path, monkeypatch
+):
+    async def scenario():
+        async with (
+            live_serving(bucket, tmp_path / "one", monkeypatch) as one,
+            live_serving(bucket, tmp_path / "two", monkeypatch) as two,
+        ):
+            text = await one.receipt()
+            for at in (one, two):
+                assert (await at.report(text, kind="accept", value=1, id="click"))[0] == 200
+            for number in range(6):
+                at = (one, two)[number % 2]
+                found = await at.report(text, kind="accept", value=1, id=f"replay-{number}")
+                assert found[0] == 200
+            refused = await two.report(text, kind="accept", value=0, id="click")
+            assert refused[0] == 409
+            assert await asyncio.to_thread(one.recorder.uploader.upload)
+            assert await asyncio.to_thread(two.recorder.uploader.upload)
+
+    asyncio.run(scenario())
+    records = LiveRecords(bucket)
+    records.poll()
+    (answer,) = records.answers
+    assert sorted(records.reports[answer]) == ["click", *(f"replay-{n}" for n in range(6))]
+    maker = GroupMaker(config_of(user_cap=1.0), records)
+    (matured,) = maker.matured(time.time() + 100)
+    assert matured.reward == 0.75, "the weight of one accept, not of eight"
+
+
+def test_a_receipt_that_is_replayed_after_it_was_trained_on_trains_nothing_again(
+    bucket, tmp_path, monkeypatch
+):
+    def learner():
+        records = LiveRecords(bucket)
+        records.poll()
+        return LiveGroups(bucket, "live", GroupMaker(config_of(), records), first=1)
+
+    async def scenario():
+        async with live_serving(bucket, tmp_path, monkeypatch) as at:
+            texts = [await at.receipt(user=f"u{n}") for n in range(4)]
+            for number, text in enumerate(texts):
+                assert (await at.report(text, kind="accept", value=number % 2))[0] == 200
+            await at.uploaded()
+            records = LiveRecords(bucket)
+            records.poll()
+            groups = LiveGroups(bucket, "live", GroupMaker(config_of(), records), first=0)
+            assert groups.store("n0", time.time() + 100)
+            for number, text in enumerate(texts):
+                replay = await at.report(text, kind="reject", value=1, id=f"again-{number}")
+                assert replay[0] == 200
+            await at.uploaded()
+            records.poll()
+            assert not groups.store("n1", time.time() + 100)
+            assert not learner().store("n1", time.time() + 100), "nor after a restart"
+
+    asyncio.run(scenario())
+    (lineage,) = read_lineages(bucket)
+    assert [one.reward for one in lineage.answers] == [0.0, 0.75, 0.0, 0.75]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class FeedbackClient:
                 return str(json.loads(answer.read(_MAX_ANSWER_BYTES))["id"])
         except urllib.error.HTTPError as error:
             raise _error_of(error) from error
-        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             raise RetryError(f"the gateway does not answer: {type(error).__name__}") from error
 
 

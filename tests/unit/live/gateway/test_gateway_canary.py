@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
@@ -132,9 +133,9 @@ class StillReplica:
 
 
 @asynccontextmanager
-async def routed():
+async def routed(bucket=None):
     """A router over four replicas, polled by hand."""
-    bucket = published()
+    bucket = bucket or published()
     decider = Decider(bucket)
     digests = {version: decider.served(version).digest for version in range(3)}
     fakes = [StillReplica(f"r{number}", digests) for number in range(4)]
@@ -207,3 +208,58 @@ async def test_a_decision_about_other_weights_moves_nothing():
             await router.poll()
         assert router.assignment("u", "c").version == 0
         assert {fake.version for fake in fakes} == {0}
+
+
+def decide_at_once(logs, decisions):
+    """Append a decision from each log at the same moment; returns whether each was stored."""
+    together, stored = threading.Barrier(len(logs)), [False] * len(logs)
+
+    def append(place):
+        logs[place].poll()
+        together.wait(60)
+        stored[place] = logs[place].append(decisions[place])
+
+    threads = [threading.Thread(target=append, args=(place,)) for place in range(len(logs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return stored
+
+
+@in_loop
+async def test_two_gateways_that_decide_at_once_serve_what_one_of_them_decided():
+    bucket = published()
+    async with routed(bucket) as (here, decider, _), routed(bucket) as (there, other, _):
+        decider.decide("serve", 0)
+
+        def both(verdict, candidates, shares=(0.0, 0.0)):
+            one = [
+                Decision(
+                    number=decider.log.next_number, run=decider.run.id, verdict=verdict, at=0.0,
+                    by=name, serving=decider.served(0), candidate=decider.served(candidate),
+                    share=share, salt=name if share else "",
+                )
+                for name, candidate, share in zip("gh", candidates, shares, strict=True)
+            ]  # fmt: skip
+            stored = decide_at_once([decider.log, other.log], one)
+            assert sorted(stored) == [False, True]
+            return one[stored.index(True)]
+
+        gated = both("gate", (1, 2))
+        decided = both("canary", (gated.candidate.version,) * 2, (0.25, 0.5))
+        assert decider.log.decisions == other.log.decisions
+        assert not decider.log.void
+        for router in (here, there):
+            await router.poll()
+            assert router.decision == decided
+            await until(
+                lambda r=router: (
+                    r._replicas.serves(0) and r._replicas.serves(gated.candidate.version)
+                )
+            )
+        arms = {n: here.assignment(f"u{n}", f"c{n}") for n in range(200)}
+        assert arms == {n: there.assignment(f"u{n}", f"c{n}") for n in range(200)}
+        shown = [one for one in arms.values() if one.arm == CANDIDATE]
+        assert {one.version for one in shown} == {gated.candidate.version}
+        assert {one.propensity for one in shown} == {decided.share}
