@@ -27,6 +27,9 @@ KEYS: Final[dict[str, Key]] = {
     "shard_reader_excess": Key(
         "shards", "<=", 0.10, "bytes that a rank of 2, 4 or 8 fetches beyond the chunks it serves"
     ),
+    "shard_host_excess": Key(
+        "host", "<=", 0.10, "bytes that a host's 2, 4 or 8 ranks fetch beyond a delta's, with cache"
+    ),
     "manifest_bytes_1t": Key(
         "tables", "<=", 1e7, "manifest and piece table of one delta of a model of 1T parameters"
     ),

@@ -80,7 +80,7 @@ def method_seconds(
     """Returns the least seconds from the trainer's copy to the last reader's bytes."""
     sent = method.amounts(amounts, writer.ranks, readers.share)
     written = publish(sent, replace(writer, encode=FREE))
-    held = replace(readers, decode=FREE, stage_change_s=0.0, swap_change_s=0.0)
+    held = replace(readers, decode=FREE, stage_change_s=0.0, swap_change_s=0.0, blob_cache=False)
     if not method.sharded:
         hosts = -(-readers.count // readers.per_host)
         held = replace(held, count=hosts, per_host=1, share=1.0)

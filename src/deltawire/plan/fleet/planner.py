@@ -247,6 +247,7 @@ def _readers(
         staged_on_cores=False,
         version_s=rates.follow_s,
         reads_per_s=store.reads_per_s,
+        blob_cache=region.blob_cache,
     )
 
 
@@ -266,6 +267,7 @@ def _relay(request: PlanRequest, region: RegionSection, readers: Readers) -> Rel
         stage_change_s=0.0,
         swap_change_s=0.0,
         reads_per_s=source.reads_per_s,
+        blob_cache=False,
     )
     return Relaying(
         source=crossing,
@@ -407,13 +409,15 @@ def _region_plan(
     following = path[-1]
     get = next(hop for hop in following.hops if hop.name == "get")
     seconds = _seconds_of(path)
-    fetched = amounts.delta_bytes * readers.share
+    fetched = readers.fetching(amounts).bytes
     rest_s = seconds - (get.seconds - 4 * readers.get_s)
     needed = None
     if request.goal_s is not None and request.goal_s > rest_s:
         needed = fetched / (request.goal_s - rest_s)
     host = amounts.model_bytes * readers.share + 2 * BLOB_BYTES
     host += amounts.changes * readers.share * (4 + amounts.width)
+    if readers.blob_cache:
+        host += 2 * amounts.delta_bytes / min(readers.per_host, readers.count)
     whole = amounts.whole(described.writer.ranks, readers.share)
     day, crossing, dollars = _region_dollars(request, region, described, amounts, versions)
     whole_day, _, whole_dollars = _region_dollars(request, region, described, whole, versions)

@@ -88,6 +88,7 @@ class RegionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ``expert_parallel`` ranks the experts (1: as tensor parallelism). A region that is not
     the trainer's (``away``) has a relay, which pulls each version once over ``cross_gb_s``, unless
     ``relay`` is false: then every reader does. ``total_gb_s`` limits the region's readers together.
+    With ``blob_cache``, the readers of a host fetch each blob of a delta once between them.
 
     Example::
 
@@ -107,6 +108,7 @@ class RegionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     total_gb_s: Bandwidth = 1000.0
     cores_per_host: Count = 96
     poll_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 0.5
+    blob_cache: bool = False
 
 
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -19,6 +19,7 @@ from deltawire.plan.fleet.rates import BYTES, CoreCost, Precision
 from deltawire.store import REQUESTS
 from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES
 from deltawire.sync.chain.version_poller import LONGEST_PAUSE, PATIENCE_SHARE
+from deltawire.sync.follow.blob_cache import LIMIT_BYTES
 from deltawire.sync.follow.fetch import AHEAD_BYTES, WHOLE
 from deltawire.sync.publish.encoding import BLOB_BYTES, UPLOADS
 from deltawire.wire.payload import INLINE_BYTES
@@ -196,7 +197,8 @@ class Readers:
     between polls, ``interval_s`` the time between versions. ``stage_change_s`` and
     ``swap_change_s`` are seconds for each change; ``staged_on_cores`` says that the host's cores do
     this work. ``poll_cost_s`` is the time of the cores of this host that a poll takes, the store's
-    included if it runs here. ``reads_per_s`` is the store's limit.
+    included if it runs here. ``reads_per_s`` is the store's limit. With ``blob_cache``, the
+    readers of a host fetch each blob once between them.
 
     Example::
 
@@ -225,6 +227,12 @@ class Readers:
     version_s: float
     poll_cost_s: float = 0.0
     reads_per_s: float = math.inf
+    blob_cache: bool = False
+
+    def fetching(self, amounts: Amounts) -> Fetching:
+        """Returns one reader's requests for a version."""
+        together = min(self.per_host, self.count) if self.blob_cache else 1
+        return Fetching.of(amounts, self.share, together=together)
 
     @property
     def pause_s(self) -> float:
@@ -237,10 +245,11 @@ class Readers:
 @dataclass(frozen=True)
 class Fetching:
     """A reader's requests for a version's blobs: ``at_once`` blobs together, each in ``ranges``
-    parallel ranges; ``requests`` in all.
+    parallel ranges, in ``rounds`` that follow one another; ``requests`` and ``bytes`` in all.
 
     A reader of a shard needs a part of every blob, since ranks divide tensors otherwise than
-    engines do. It gets that part by one request.
+    engines do. It gets that part by one request. Readers that share a cache get whole blobs, each
+    of them its part of these.
 
     Example::
 
@@ -249,15 +258,27 @@ class Fetching:
 
     at_once: int
     ranges: int
+    rounds: int
     requests: int
+    bytes: float
 
     @classmethod
-    def of(cls, amounts: Amounts, share: float) -> Fetching:
-        """Computes the requests for ``share`` of each blob."""
-        each = amounts.delta_bytes * share / amounts.blobs
-        at_once = max(1, min(REQUESTS, amounts.blobs, int(AHEAD_BYTES / max(each, 1.0))))
-        parts = math.ceil(each / REQUEST_BYTES) if share > WHOLE else 1
-        return cls(at_once, min(parts, AT_ONCE), amounts.blobs * parts)
+    def of(cls, amounts: Amounts, share: float, *, together: int = 1) -> Fetching:
+        """Computes the requests for ``share`` of each blob, or those of one of ``together`` readers
+        that share a cache, if the cache takes a version of this size."""
+        whole = amounts.delta_bytes / amounts.blobs
+        cached = together > 1 and 2 * amounts.delta_bytes <= LIMIT_BYTES
+        each = whole if cached else whole * share
+        parts = math.ceil(each / REQUEST_BYTES) if cached or share > WHOLE else 1
+        blobs = math.ceil(amounts.blobs / together) if cached else amounts.blobs
+        at_once = max(1, min(REQUESTS, blobs, int(AHEAD_BYTES / max(each, 1.0))))
+        return cls(
+            at_once=at_once,
+            ranges=min(parts, AT_ONCE),
+            rounds=math.ceil(blobs / at_once),
+            requests=blobs * parts,
+            bytes=amounts.delta_bytes * (1 / together if cached else share),
+        )
 
 
 def overlapped(first_s: float, second_s: float, parts: float) -> float:
@@ -330,16 +351,16 @@ def _work(
     amounts: Amounts, readers: Readers, *, on_host: int, in_region: int
 ) -> tuple[tuple[Hop, ...], float]:
     """Returns the hops after the poll, and the seconds saved, of readers that share."""
-    fetched = amounts.delta_bytes * readers.share
     blobs = amounts.blobs
-    fetching = Fetching.of(amounts, readers.share)
+    fetching = readers.fetching(amounts)
+    fetched = fetching.bytes
     rate = min(
         fetching.at_once * fetching.ranges * readers.connection_bytes_s,
         readers.link_bytes_s / on_host,
         readers.region_bytes_s / in_region,
     )
     waves = 3 if amounts.inline else 4  # Manifest, the next one's name, table, blobs.
-    latency_s = (waves - 1 + math.ceil(blobs / fetching.at_once)) * readers.get_s
+    latency_s = (waves - 1 + fetching.rounds) * readers.get_s
     requests = readers.count * (fetching.requests + waves - 1)
     transfer_s = max(fetched / rate, requests / readers.count * in_region / readers.reads_per_s)
     changes = amounts.changes * readers.share
@@ -356,7 +377,7 @@ def _work(
     moved = readers.count * changes * (4 + amounts.width)
     hops = (
         Hop("get", latency_s + transfer_s, readers.count * (fetched + listed), requests),
-        Hop("decode", decode_s, readers.count * fetched),
+        Hop("decode", decode_s, readers.count * amounts.delta_bytes * readers.share),
         Hop("stage", stage_s, moved),
         Hop("swap", swap_s, moved),
     )

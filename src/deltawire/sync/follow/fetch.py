@@ -28,6 +28,7 @@ from deltawire.store import REQUESTS, Bucket
 from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES, range_requests
 from deltawire.sync.chain.objects import get_blob
 from deltawire.sync.chain.payloads import read_payload
+from deltawire.sync.follow.blob_cache import BlobCache
 from deltawire.sync.follow.mirror import Mirror, PiecePatch
 from deltawire.wire import keys
 from deltawire.wire.manifest import CompactedDelta, Manifest
@@ -120,29 +121,43 @@ def wanted_pieces(run: Run, payload: Payload, mirror: Mirror) -> list[Piece]:
 
 
 def fetch_pieces(
-    bucket: Bucket, payload: Payload, pieces: Sequence[Piece], *, version: int
+    bucket: Bucket,
+    payload: Payload,
+    pieces: Sequence[Piece],
+    *,
+    version: int,
+    cache: BlobCache | None = None,
 ) -> Iterator[list[tuple[Piece, memoryview]]]:
     """Yields the coded bytes of ``pieces``, blob by blob, checked, while later ones are fetched.
 
-    Raises `CorruptError` if a blob is missing or does not match its name.
+    With ``cache``, blobs that other readers of this host need too are fetched once. Raises
+    `CorruptError` if a blob is missing or does not match its name.
     """
     by_blob = _by_blob(pieces)
 
+    def cost(number: int) -> tuple[int, int]:
+        ref = payload.blobs[number]
+        return _cost(ref, by_blob[number]) if cache is None else (ref.bytes, 1)
+
     def fetch(number: int) -> list[tuple[Piece, memoryview]]:
+        if cache is not None:
+            found = _fetch_shared(cache, payload.blobs[number], by_blob[number])
+            if found is not None:
+                return found
         return _fetch_blob(bucket, payload, number, by_blob[number], version)
 
     if len(by_blob) < 2:
         yield from map(fetch, by_blob)
         return
     at_once = 1 if bucket.local else min(REQUESTS, len(by_blob))
-    waiting = deque(by_blob)
+    waiting = deque(by_blob) if cache is None else cache.order(list(by_blob))
     ahead: deque[tuple[Future[list[tuple[Piece, memoryview]]], int, int]] = deque()
     held = asked = 0
     pool = ThreadPoolExecutor(at_once, thread_name_prefix="fetcher")
     try:
         while waiting or ahead:
             while waiting and len(ahead) < at_once:
-                size, requests = _cost(payload.blobs[waiting[0]], by_blob[waiting[0]])
+                size, requests = cost(waiting[0])
                 if ahead and (held + size > AHEAD_BYTES or asked + requests > REQUESTS):
                     break
                 ahead.append((pool.submit(fetch, waiting.popleft()), size, requests))
@@ -152,7 +167,7 @@ def fetch_pieces(
             asked -= requests
             del found
             if waiting and not ahead:
-                after, requests = _cost(payload.blobs[waiting[0]], by_blob[waiting[0]])
+                after, requests = cost(waiting[0])
                 ahead.append((pool.submit(fetch, waiting.popleft()), after, requests))
                 held, asked = held + after, asked + requests
             yield batch
@@ -209,6 +224,24 @@ def _fetch_blob(
     return list(zip(pieces, parts, strict=True))
 
 
+def _fetch_shared(
+    cache: BlobCache, ref: BlobRef, pieces: list[Piece]
+) -> list[tuple[Piece, memoryview]] | None:
+    """Returns the coded bytes of a blob's pieces from the host's cache; None if they cannot be had
+    that way. Of a blob that is damaged in the bucket, these pieces may still be whole."""
+    try:
+        parts = cache.read(ref, [(piece.offset, piece.length) for piece in pieces])
+    except CorruptError:
+        return None
+    if parts is None:
+        return None
+    found = list(zip(pieces, parts, strict=True))
+    if any(piece_hash(part) != piece.hash for piece, part in found):
+        cache.drop(ref)
+        return None
+    return found
+
+
 def piece_hash(coded: bytes | bytearray | memoryview) -> str:
     """Returns the first half of the BLAKE3 of a piece's bytes, in hexadecimal."""
     return blake3.blake3(coded).hexdigest(16)
@@ -238,16 +271,18 @@ def decode_delta(
     mirror: Mirror,
     *,
     threads: int | None = None,
+    cache: BlobCache | None = None,
 ) -> tuple[list[PiecePatch], Digest]:
     """Returns the patches from the mirror's version to the step's, and the digest of what the
     mirror then holds.
 
-    Changes nothing. Raises `CorruptError` if a blob is missing or damaged, or if the result would
-    not match the manifest.
+    Changes nothing. ``cache`` is as for `fetch_pieces`. Raises `CorruptError` if a blob is missing
+    or damaged, or if the result would not match the manifest.
     """
     check_base(bucket, step, mirror)
     payload = read_for(bucket, run, step, ref, mirror)
     count = threads_of(threads)
+    shared = cache if cache is not None and cache.takes(ref.bytes) else None
     patches: list[PiecePatch] = []
     held = mirror.held_digest
 
@@ -256,7 +291,7 @@ def decode_delta(
 
     with ThreadPoolExecutor(count, thread_name_prefix="decoder") as pool:
         pieces = wanted_pieces(run, payload, mirror)
-        for batch in fetch_pieces(bucket, payload, pieces, version=step.version):
+        for batch in fetch_pieces(bucket, payload, pieces, version=step.version, cache=shared):
             for patch, change in in_batches(
                 pool, decode, batch, elements=_elements_of, ahead=2 * count
             ):

@@ -16,6 +16,7 @@ from deltawire.sync.chain.payloads import DamagedTableError, read_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge
 from deltawire.sync.chain.version_poller import VersionPoller
+from deltawire.sync.follow.blob_cache import BlobCache, configured_cache
 from deltawire.sync.follow.fetch import decode_delta
 from deltawire.sync.follow.load import (
     MAX_REPLANS,
@@ -64,7 +65,8 @@ class Subscriber:
     that awaited it was cancelled. Every method that moves the mirror first fills one that holds no
     version; `prepare` refuses it. With ``stepwise`` the mirror visits every version while that is
     possible; otherwise it takes the cheapest route to the newest version, which may lead over
-    compacted deltas and anchors. ``threads`` is the number of decoding threads.
+    compacted deltas and anchors. ``threads`` is the number of decoding threads. ``cache`` holds
+    blobs for all readers of this host; by default, the environment says where (`blob_cache`).
 
     In addition to the mirror, a step takes the memory of two blobs (64 MiB if blobs are smaller),
     and 4 bytes plus the element's width for each changed element: for bf16 5 % of the mirror if
@@ -85,9 +87,11 @@ class Subscriber:
         *,
         stepwise: bool = False,
         threads: int | None = None,
+        cache: BlobCache | None = None,
     ) -> None:
         self.bucket: Bucket = RetryingBucket.over(bucket)
-        self._blobs = ReadAhead(self.bucket)
+        self._cache = cache or configured_cache(self.bucket)
+        self._blobs = ReadAhead(self.bucket, self._cache)
         self.run = run
         self.mirror = mirror
         self.stepwise = stepwise
@@ -367,10 +371,15 @@ class Subscriber:
         if edge.target <= self.mirror.version:
             return self._detour(edges, started)
         step, payload = finder.step(edge)
-        decode = jump if edge.kind == "anchor" else decode_delta
-        pieces, held = decode(
-            self._blobs, self.run, step, payload, self.mirror, threads=self._threads
-        )
+        if edge.kind == "anchor":
+            pieces, held = jump(
+                self._blobs, self.run, step, payload, self.mirror, threads=self._threads
+            )
+        else:
+            pieces, held = decode_delta(
+                self._blobs, self.run, step, payload, self.mirror,
+                threads=self._threads, cache=self._cache,
+            )  # fmt: skip
         return 1, self._update(step.version, step.digest, pieces, held, edge.bytes, started)
 
     def _detour(self, edges: tuple[Edge, ...], started: float) -> tuple[int, Update]:

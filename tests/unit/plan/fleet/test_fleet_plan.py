@@ -89,6 +89,26 @@ def test_a_reader_of_a_shard_asks_every_blob_once():
     assert Fetching.of(amounts, 1.0).requests == 2 * 256  # 11.7 MB each, in ranges of 8 MiB
 
 
+def test_readers_that_share_a_cache_get_each_blob_once_between_them():
+    amounts = Amounts.of(1e12, "fp8", share=0.003, bits_per_change=8, ranks=256)
+    alone = Fetching.of(amounts, 1 / 16)
+    shared = Fetching.of(amounts, 1 / 16, together=8)
+    assert shared.requests == 256 // 8 * 2  # 11.7 MB each, in ranges of 8 MiB
+    assert shared.bytes == amounts.delta_bytes / 8
+    assert alone.bytes == amounts.delta_bytes / 16
+    whole = amounts.sending(1e12, 256)
+    assert Fetching.of(whole, 1 / 16, together=8) == Fetching.of(whole, 1 / 16)  # too large for it
+    readers = replace(READERS, count=8, per_host=8, share=1.0)
+    cached = replace(readers, blob_cache=True)
+    small = Amounts.of(1e9, "bf16", share=0.01, bits_per_change=8, ranks=8)
+    took, own = ({h.name: h for h in follow(small, one).hops} for one in (cached, readers))
+    assert 8 * (took["get"].bytes - 8 * small.manifest_bytes) == pytest.approx(
+        own["get"].bytes - 8 * small.manifest_bytes
+    )
+    assert took["get"].seconds < own["get"].seconds
+    assert took["decode"] == own["decode"]
+
+
 def test_the_published_staleness_is_reproduced():
     """Below 1 the queue holds ρ batches, above it the formula's second term; transfers add."""
     below = staleness(

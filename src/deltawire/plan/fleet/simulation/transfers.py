@@ -17,7 +17,7 @@ import simpy
 
 from deltawire.plan.fleet.planner import TABLE_READS, Relaying
 from deltawire.plan.fleet.simulation.shared_rate import SharedRate
-from deltawire.plan.fleet.transfer import Amounts, Fetching, Readers, Writer
+from deltawire.plan.fleet.transfer import Amounts, Readers, Writer
 from deltawire.store import REQUESTS
 from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES
 from deltawire.sync.chain.version_poller import JITTER
@@ -148,9 +148,9 @@ class ReadingSide:
         """Gets a version's blobs in ``parts`` parts through the host's link, the region's and the
         reader's own connections, of which the slowest counts."""
         readers = self._readers
-        fetching = Fetching.of(amounts, readers.share)
-        size = amounts.delta_bytes * readers.share / parts
-        latency_s = readers.get_s * math.ceil(amounts.blobs / fetching.at_once) / parts
+        fetching = readers.fetching(amounts)
+        size = fetching.bytes / parts
+        latency_s = readers.get_s * fetching.rounds / parts
         connections_bytes_s = fetching.at_once * fetching.ranges * readers.connection_bytes_s
         for _ in range(parts):
             yield self.reads.use(fetching.requests / parts)

@@ -1,0 +1,260 @@
+"""Keeps the blobs of deltas in a folder that the readers of one host share.
+
+The ranks of an engine need overlapping parts of a delta: where a row-major matrix is split by
+columns, each rank needs all of its chunks. With a cache, whichever rank asks for a blob first
+fetches it whole, and the others read their parts from the folder, so a host fetches each blob once
+however many ranks it has.
+
+Concurrency::
+
+    rank 0                 rank 1                         folder
+      claims blob 3          claims blob 7                  BLAKE3.part, locked
+      fetches, checks it     fetches, checks it
+      renames it ─────────────────────────────────────────▶ BLAKE3
+      reads pieces of 7 ◀──────────────────────────────── (waits while it is locked)
+
+A claim is a lock on the unfinished file, which the system releases when its owner dies. Readers
+begin with different blobs, so that together they fetch many at once. Files are named by the BLAKE3
+of their content and every piece is checked against its hash, so a damaged file costs its bytes once
+more and nothing else. Without space in the folder, readers fetch their parts themselves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from blake3 import blake3
+
+from deltawire.errors import InputError
+from deltawire.private_files import open_private, private_folder
+from deltawire.store import Bucket
+from deltawire.sync.chain.objects import get_blob
+from deltawire.wire.payload import BlobRef
+
+FOLDER = "DELTAWIRE_BLOB_CACHE"
+"""The environment variable that names the folder; without it, there is no cache."""
+
+GIGABYTES = "DELTAWIRE_BLOB_CACHE_GB"
+"""The environment variable with the limit, in 10^9 bytes."""
+
+LIMIT_BYTES = 8 * 10**9
+
+WAIT_S = 60.0
+"""Seconds to wait for another reader's fetch of a blob."""
+
+PAUSE_S = 0.005
+
+PART = ".part"
+"""The end of an unfinished file's name."""
+
+ABANDONED_S = 600.0
+"""The age in seconds at which an unfinished file is deleted."""
+
+
+class BlobCache:
+    """Blobs of ``bucket`` in ``folder``, at most ``limit_bytes``: the oldest are deleted first.
+
+    Usable by several threads, objects and processes at once, of several runs too. ``folder`` must
+    be on a local disk or in main memory, such as ``/dev/shm/deltawire``; a missing one is made.
+    ``fetched_bytes`` and ``shared_bytes`` count what this object fetched from the bucket, and what
+    it read from files.
+
+    Raises `InputError` if the folder is a link, or if other users may write into it.
+
+    Example::
+
+        cache = BlobCache(bucket, Path("/dev/shm/deltawire"))
+        parts = cache.read(ref, [(0, 100)])
+    """
+
+    def __init__(self, bucket: Bucket, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.bucket = bucket
+        self.folder = private_folder(folder)
+        self.limit_bytes = limit_bytes
+        self.fetched_bytes = 0
+        self.shared_bytes = 0
+        self._counting = threading.Lock()
+        self._begin = random.random()
+
+    def takes(self, size: int) -> bool:
+        """Returns whether the cache holds a version of ``size`` bytes and the one before. It would
+        delete blobs of larger ones that some readers have not read yet."""
+        return 2 * size <= self.limit_bytes
+
+    def order(self, numbers: Sequence[int]) -> deque[int]:
+        """Returns the numbers of blobs in the order in which this reader takes them."""
+        found = deque(numbers)
+        found.rotate(-int(self._begin * len(found)))
+        return found
+
+    def read(self, ref: BlobRef, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
+        """Returns the bytes of each ``(start, length)`` of a blob, from its file or from the
+        bucket. Those from a file are not checked: `drop` a blob that turns out to be damaged.
+
+        Returns None if another reader's fetch takes longer than `WAIT_S`. Raises as `get_blob`.
+        """
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            parts = self._read_file(ref, ranges)
+            if parts is not None:
+                with self._counting:
+                    self.shared_bytes += sum(length for _, length in ranges)
+                return parts
+            data = self._fetch_locked(ref)
+            if data is not None:
+                whole = memoryview(data)
+                return [whole[start : start + length] for start, length in ranges]
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(PAUSE_S)
+
+    def get(self, ref: BlobRef) -> bytes | None:
+        """Returns all of a blob, checked; otherwise as `read`."""
+        for _ in range(2):
+            parts = self.read(ref, [(0, ref.bytes)])
+            if parts is None:
+                break
+            if blake3(parts[0]).hexdigest() == ref.hash:
+                return bytes(parts[0])
+            self.drop(ref)
+        return None
+
+    def drop(self, ref: BlobRef) -> None:
+        """Deletes a blob's file, whose content is not the blob's."""
+        with suppress(OSError):
+            self._path(ref).unlink()
+
+    def _path(self, ref: BlobRef) -> Path:
+        return self.folder / ref.hash
+
+    def _read_file(
+        self, ref: BlobRef, ranges: Sequence[tuple[int, int]]
+    ) -> list[memoryview] | None:
+        try:
+            descriptor = open_private(self._path(ref), os.O_RDONLY)
+        except (OSError, InputError):
+            return None
+        try:
+            parts = [memoryview(os.pread(descriptor, length, start)) for start, length in ranges]
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+        if any(len(part) != length for part, (_, length) in zip(parts, ranges, strict=True)):
+            self.drop(ref)
+            return None
+        return parts
+
+    def _fetch_locked(self, ref: BlobRef) -> bytes | bytearray | None:
+        """Fetches a blob and stores its file; returns None if another reader does so, or has."""
+        unfinished = self.folder / f"{ref.hash}{PART}"
+        try:
+            descriptor = open_private(unfinished, os.O_RDWR | os.O_CREAT)
+        except (OSError, InputError):
+            return self._fetch(ref)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return None
+            if not _names(unfinished, descriptor):
+                return None
+            if self._path(ref).exists():
+                unfinished.unlink()
+                return None
+            stored = False
+            try:
+                data = self._fetch(ref)
+                stored = self._store(descriptor, unfinished, ref, data)
+                return data
+            finally:
+                if not stored and _names(unfinished, descriptor):
+                    unfinished.unlink()
+        finally:
+            os.close(descriptor)
+
+    def _fetch(self, ref: BlobRef) -> bytes | bytearray:
+        data = get_blob(self.bucket, ref)
+        with self._counting:
+            self.fetched_bytes += len(data)
+        return data
+
+    def _store(
+        self, descriptor: int, unfinished: Path, ref: BlobRef, data: bytes | bytearray
+    ) -> bool:
+        """Stores a blob's file and returns whether there was space for it."""
+        try:
+            self._make_room(len(data))
+            os.ftruncate(descriptor, 0)
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            if _names(unfinished, descriptor):
+                unfinished.replace(self._path(ref))
+                return True
+        except OSError:
+            pass
+        return False
+
+    def _make_room(self, size: int) -> None:
+        """Deletes the oldest files until ``size`` bytes more are within the limit, and unfinished
+        ones of readers that were killed."""
+        found = []
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    state = entry.stat(follow_symlinks=False)
+                    if not entry.name.endswith(PART):
+                        found.append((state.st_mtime_ns, state.st_size, entry.path))
+                    elif time.time() - state.st_mtime > ABANDONED_S:
+                        Path(entry.path).unlink()
+        total = sum(length for _, length, _ in found) + size
+        for _, length, path in sorted(found):
+            if total <= self.limit_bytes:
+                return
+            with suppress(OSError):
+                Path(path).unlink()
+            total -= length
+
+
+def _names(path: Path, descriptor: int) -> bool:
+    """Returns whether a path still names an open file, which another reader may have renamed."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except OSError:
+        return False
+
+
+def configured_cache(bucket: Bucket) -> BlobCache | None:
+    """Returns a cache of ``bucket`` in the folder that the environment names (`FOLDER`,
+    `GIGABYTES`); None if it names none, or the bucket is on this host.
+
+    Raises `InputError` if the folder cannot be used, or the limit is no number above 0.
+    """
+    folder = os.environ.get(FOLDER, "")
+    if not folder or bucket.local:
+        return None
+    stated = os.environ.get(GIGABYTES, "")
+    try:
+        limit = float(stated) * 1e9 if stated else float(LIMIT_BYTES)
+    except ValueError:
+        limit = -1.0
+    if not 0 < limit < 2**60:
+        raise InputError(
+            f"{GIGABYTES} is {stated[:40]!r}",
+            hint="give the limit of the cache in GB, such as 8",
+        )
+    if not Path(folder).is_absolute():
+        raise InputError(
+            f"{FOLDER} is {folder[:200]!r}",
+            hint="give an absolute path, such as /dev/shm/deltawire",
+        )
+    return BlobCache(bucket, Path(folder), int(limit))
