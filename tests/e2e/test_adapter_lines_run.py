@@ -38,6 +38,7 @@ answer = "answer"
 versions = {VERSIONS}
 groups_per_step = 2
 checkpoint_every = 4
+ranks = RANKS
 [[train.adapters]]
 name = "sums"
 rank = 4
@@ -58,12 +59,13 @@ samples = 1
 """
 
 
-def test_two_adapters_train_on_tasks_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_adapters_train_on_tasks_of_their_own(tmp_path: Path, ranks: int) -> None:
     for name, question in (("rows", "say {0}"), ("sums", "{0} + 1 =")):
         lines = [{"question": question.format(n), "answer": str(n + 1)} for n in range(40)]
         text = "".join(json.dumps(one) + "\n" for one in lines)
         (tmp_path / f"{name}.jsonl").write_text(text)
-    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "run.toml").write_text(CONFIG.replace("RANKS", str(ranks)))
     bucket = open_bucket(str(tmp_path / "out" / "bucket"), create=True)
     log = (tmp_path / "log").open("wb")
     process = subprocess.Popen(

@@ -335,8 +335,9 @@ def _lines_fault(config: RunConfig) -> tuple[str, str] | None:
         return "need the embedded engine", 'set rollout.engine = "transformers"'
     if train.exporter != "bf16":
         return "are published as they are", 'set train.exporter = "bf16"'
-    if max(train.ranks, train.replicate, train.tensor_parallel, train.expert_parallel) > 1:
-        return "are trained by one process", "set train.ranks = 1"
+    if max(train.tensor_parallel, train.expert_parallel) > 1:
+        hint = "set both to 1; train.ranks and train.replicate shard the base over ranks"
+        return "take no train.tensor_parallel and no train.expert_parallel", hint
     if config.reference_mode not in ("none", "adapter_off"):
         return "have the base as reference", 'set reference.mode = "auto"'
     return None

@@ -31,6 +31,7 @@ from deltawire.placement.live import publish_only
 from deltawire.runtime.lines import run_of_line
 from deltawire.store import Bucket
 from deltawire.sync import load_mirror, require_run
+from deltawire.wire.run import Run
 
 _bases: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()
 _opening = threading.Lock()
@@ -65,7 +66,8 @@ def open_base(bucket: Bucket, digest: str, device: torch.device) -> Any:
     return base
 
 
-def _load_base(bucket: Bucket, digest: str) -> Any:
+def require_base(bucket: Bucket, digest: str) -> Run:
+    """Returns the run whose version 0 is the base; raises `InputError` if it is another base."""
     run = require_run(bucket)
     if run.digest != digest:
         raise InputError(
@@ -74,6 +76,11 @@ def _load_base(bucket: Bucket, digest: str) -> Any:
             hint="start the line's run again with its own base",
             run=bucket.url,
         )
+    return run
+
+
+def _load_base(bucket: Bucket, digest: str) -> Any:
+    run = require_base(bucket, digest)
     config = run_config(run.config, url=bucket.url)
     with fetch_model_files(bucket, run) as folder:
         model = open_model(Path(folder), config.train.base_adapter)
@@ -82,6 +89,19 @@ def _load_base(bucket: Bucket, digest: str) -> Any:
         raise CorruptError("the base, version 0, is gone", run=bucket.url, version=0)
     open_source("bf16", model).restore(mirror)
     return model.eval().requires_grad_(requires_grad=False)
+
+
+def empty_line(folder: Path, config: AdapterConfig, *, seed: int = 0) -> Any:
+    """Returns the model of a line without values, to be sharded: each rank reads its rows of the
+    base, and no rank holds all of it."""
+    model = open_model(folder, config, seed=seed, meta=True)
+    publish_only(model, PREFIX)
+    return model
+
+
+def holds_base(model: Any) -> bool:
+    """Returns whether a line's model has the values of its base."""
+    return hasattr(model, "_line_base")
 
 
 def open_policy(

@@ -233,12 +233,11 @@ def _follow_trainer(location: str, options: ChildOptions) -> None:
     stay_off_the_hub()
     pin(options.cpus)
     from deltawire.rl.trainer.entry import follow_trainer
-    from deltawire.rl.trainer.orders import Start
 
-    def open_it(start: Start) -> Bucket:
+    def open_it(run_id: str) -> Bucket:
         trust = options.trust
         if signer is not None:
-            trust = replace(trust, pin=Pin(signer.public_key, start.run))
+            trust = replace(trust, pin=Pin(signer.public_key, run_id))
         own = replace(options, trust=trust, cpus="")
         opened.append(open_process(location, "trainer", "trainer", own, signer=signer))
         opened[0].handle_signals()

@@ -93,6 +93,12 @@ def rename_published(model: torch.nn.Module, names: Mapping[str, str]) -> None:
     setattr(model, _NAMES, dict(names))
 
 
+def published_names(model: torch.nn.Module) -> dict[str, str]:
+    """Returns the published name of each of a model's parameters."""
+    names: dict[str, str] = getattr(model, _NAMES, {})
+    return {name: names.get(name, name) for name, _ in model.named_parameters()}
+
+
 def publish_only(model: torch.nn.Module, prefix: str) -> None:
     """States that only the tensors whose published names begin so are the run's: the others are
     frozen, and those of another run or line."""

@@ -39,7 +39,8 @@ class MasterWeights:
 
     ``source`` is what is published of the model; by default ``config.exporter`` decides. ``mesh``
     is this process among the trainer's ranks; by default the one that a launcher set up, or a
-    single process. Frozen parameters have no master. Saved buffers take no optimizer steps: they
+    single process. Frozen parameters have no master; those that the sharded model ``frozen`` holds
+    too share its memory. Saved buffers take no optimizer steps: they
     are published, and kept with the state, as the model sets them.
     """
 
@@ -50,13 +51,14 @@ class MasterWeights:
         *,
         source: WeightSource | None = None,
         mesh: TrainerMesh | None = None,
+        frozen: Any = None,
     ) -> None:
         self.model = model
         self.mesh = mesh or open_mesh(config, device_of(model))
         published = (source or open_source(config.exporter, model)).compute_dtype
         if self.mesh.data is not None:
             compute = COMPUTE_DTYPES[config.compute]
-            shard_model(model, self.mesh, compute=compute, published=published)
+            shard_model(model, self.mesh, compute=compute, published=published, frozen=frozen)
         self.source = source or open_source(config.exporter, model)
         if self.mesh.ranks > 1 and not hasattr(self.source, "shards"):
             raise InputError(

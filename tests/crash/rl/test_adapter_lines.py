@@ -3,84 +3,34 @@
 from __future__ import annotations
 
 import gc
-import time
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from granted_groups import UNCHECKED, made_up_group, put_group
-from heartbeats import put_heartbeat
+from adapter_lines import DENSE, EXPERTS, LINES, PACKED, VERSIONS, config_of, digests, start
 
 from deltawire.cli.main import main
-from deltawire.config import BuildConfig, RunConfig, parse_config
+from deltawire.config import RunConfig, parse_config
 from deltawire.errors import InputError
 from deltawire.events import Evaluated
 from deltawire.export.adapter import PREFIX, adapter_off, load_adapted
 from deltawire.export.lines import open_base
-from deltawire.export.models import load_model, save_model
+from deltawire.export.models import load_model
 from deltawire.export.peft_directory import load_peft
 from deltawire.export.source import open_source
 from deltawire.launch.watching import line_scores
 from deltawire.rl.evaluate.evaluator import run_evaluator
-from deltawire.rl.trainer.bootstrap import start_lines
 from deltawire.rl.trainer.lines import LinesTrainer
 from deltawire.rl.trainer.verify_training import verify_training
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import Process, open_run
-from deltawire.store import Bucket, open_bucket
-from deltawire.sync import load_mirror, read_history, read_manifest
-from deltawire.train.build import build_model, byte_tokenizer
+from deltawire.store import Bucket
+from deltawire.sync import load_mirror, read_history
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.run import encode_run
-
-VERSIONS = 3
-LINES = [
-    {"name": "math", "rank": 4, "alpha": 8.0},
-    {"name": "words", "rank": 2, "alpha": 2.0, "targets": ["q_proj", "down_proj"]},
-]
-PACKED = [one | {"targets": ["q_proj", "experts"], "packed": "int4-g32"} for one in LINES]
-DENSE = BuildConfig(hidden_size=32, layers=2, head_size=16, feed_forward_size=48, context=64)
-EXPERTS = msgspec.structs.replace(
-    DENSE, family="qwen3_moe", feed_forward_size=32, experts=4, experts_per_token=2
-)
-
-
-def config_of(folder: Path, adapters: list[dict[str, Any]] = LINES, **train: Any) -> RunConfig:
-    settings = {
-        "versions": VERSIONS,
-        "groups_per_step": 2,
-        "max_staleness": 100,
-        "checkpoint_every": 2,
-        "optimizer": {"learning_rate": 1e-2},
-        "schedule": {"warmup_steps": 1},
-        "adapters": adapters,
-        **train,
-    }
-    raw = {
-        "name": "lines",
-        "model": {"path": str(folder / "model")},
-        "train": settings,
-        "trust": UNCHECKED,
-        "evaluate": {"every": 0},
-    }
-    return parse_config(raw, source="test")
-
-
-def start(folder: Path, config: RunConfig, sizes: BuildConfig = DENSE) -> Bucket:
-    save_model(build_model(sizes, seed=0), byte_tokenizer(), folder / "model")
-    bucket = open_bucket(str(folder / "bucket"), create=True)
-    start_lines(bucket, config, folder / "model")
-    for number, one in enumerate(config.train.adapters):
-        place = line_bucket(bucket, one.name)
-        for sequence in range(2 * VERSIONS):
-            put_group(place, sequence, made_up_group(100 * number + sequence))
-        put_heartbeat(place, "w0", stored=2 * VERSIONS, at=time.time())
-    return bucket
 
 
 def train(bucket: Bucket, config: RunConfig, *, to: int = VERSIONS, die: bool = False) -> None:
@@ -93,12 +43,6 @@ def train(bucket: Bucket, config: RunConfig, *, to: int = VERSIONS, die: bool = 
             for one in trainer.trainers.values():
                 one._finish = one.publisher.close  # type: ignore[method-assign]
         trainer.loop()
-
-
-def digests(bucket: Bucket, line: str) -> list[str]:
-    place = line_bucket(bucket, line)
-    run, _ = open_run(place)
-    return [one.digest for one in [read_manifest(place, run, 0), *read_history(place, run)]]
 
 
 BOTH = [(DENSE, LINES), pytest.param(EXPERTS, PACKED, marks=[pytest.mark.drills, pytest.mark.long])]
@@ -285,7 +229,8 @@ def test_an_adapter_is_pulled_and_merged_from_its_line(tmp_path):
         ({"adapters": [LINES[0], PACKED[1]]}, "all adapters share one base"),
         ({"adapters": [LINES[0] | {"kind": "none"}]}, "kind is none"),
         ({"adapters": LINES, "exporter": "merged"}, "published as they are"),
-        ({"adapters": LINES, "ranks": 2}, "trained by one process"),
+        ({"adapters": LINES, "ranks": 2, "tensor_parallel": 2}, "take no train.tensor_parallel"),
+        ({"adapters": PACKED, "ranks": 2, "expert_parallel": 2}, "no train.expert_parallel"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(change, said):

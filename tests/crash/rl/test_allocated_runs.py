@@ -49,7 +49,7 @@ def begun(bucket: Bucket) -> Trainer:
 
 def killed(trainer: Trainer) -> None:
     """Nothing that a trainer does at its end happens; its threads must not outlive the test."""
-    trainer._in_step = False
+    trainer._ended = True
     trainer.close()
 
 

@@ -15,6 +15,7 @@ from packed_run import TRAIN, VERSIONS, train
 
 from deltawire.cli.main import main
 from deltawire.config import BuildConfig, parse_config
+from deltawire.config.machine import POLICY
 from deltawire.config.served import samples_quantized
 from deltawire.dashboard.status import Watch
 from deltawire.errors import InputError
@@ -74,6 +75,27 @@ def test_a_line_is_the_quantized_twin_of_each_version(trained, tmp_path):
             assert source.digest.hex() == digest
         assert version == VERSIONS
         assert len(set(digests(line))) == VERSIONS + 1
+
+
+def test_a_publisher_on_disk_publishes_the_same(trained, tmp_path, monkeypatch):
+    """Of the run and each line, from version 0 on; without the machine's folder it is refused."""
+    monkeypatch.setenv(POLICY, str(tmp_path / "policy.toml"))
+    (tmp_path / "policy.toml").write_text("")
+    with pytest.raises(InputError, match="snapshot_dir"):
+        start(tmp_path / "refused", publisher_offload="disk")
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "policy.toml").write_text(f'snapshot_dir = "{tmp_path}/snapshots"')
+    bucket = start(tmp_path / "disk", publisher_offload="disk")
+    train(bucket)
+    for place, other in (
+        (bucket, trained),
+        *((line_bucket(bucket, one), line_bucket(trained, one)) for one in ALSO),
+    ):
+        assert digests(place) == digests(other)
+        blobs = [sorted(key for key in one.list("") if "blobs/" in key) for one in (place, other)]
+        assert blobs[0] == blobs[1]
+        assert len(blobs[0]) > VERSIONS
+    assert list((tmp_path / "snapshots").iterdir()) == []
 
 
 def test_a_kill_between_two_publications_leaves_no_version_without_the_other(

@@ -22,13 +22,15 @@ from deltawire.rl.trainer.group_steps import GroupSteps
 from deltawire.rl.trainer.lines import LinesTrainer
 from deltawire.rl.trainer.midtraining import DocumentSteps, Midtrainer
 from deltawire.rl.trainer.model import open_policy_model
-from deltawire.rl.trainer.orders import Start, receive
+from deltawire.rl.trainer.orders import Start, StartLines, receive
 from deltawire.rl.trainer.rank import Rank, translated
 from deltawire.rl.trainer.trainer import Trainer
+from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket
 from deltawire.sync import require_run
 from deltawire.train.parallel.ranks import join_ranks, leave_ranks, lost_ranks, world_of
+from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 
 
@@ -57,14 +59,15 @@ def run_trainer(
         config = config if source is None else source[0]
         _check_layout(config)
         process.heartbeat.faults = config.faults
+        with lost_ranks():
+            join_ranks()
         if config.train.adapters:
             changed = source is not None
             with LinesTrainer(process, config, signer=signer, changed=changed) as lines_trainer:
                 lines_trainer.loop()
             process.record_life("stopped", lines_trainer.described)
+            leave_ranks()
             return
-        with lost_ranks():
-            join_ranks()
         model = open_policy_model(process.bucket, run, config)
         kind: type[Trainer | Midtrainer] = Trainer if config.midtrain is None else Midtrainer
         with lost_ranks():
@@ -80,29 +83,48 @@ def run_trainer(
 
 
 def follow_trainer(
-    open_bucket: Callable[[Start], Bucket],
+    open_bucket: Callable[[str], Bucket],
     *,
     stopping: Callable[[], bool],
     signer: Signer | None = None,
 ) -> None:
     """Run another rank than 0 of a trainer, until rank 0 ends.
 
-    ``open_bucket`` opens the run's bucket as this process may use it.
+    ``open_bucket`` opens the bucket of the run with an id as this process may use it.
     """
     with lost_ranks():
         join_ranks()
-        start = receive()
-    if not isinstance(start, Start):
+        first = receive()
+    if not isinstance(first.order, Start | StartLines):
         raise BugError("rank 0 did not start with the run")
-    bucket = open_bucket(start)
-    run = require_run(bucket, public_key=start.public_key)
-    if run.id != start.run:
-        raise InputError(
-            f"rank {world_of()[0]} found the run {run.id[:16]}, rank 0 the run {start.run[:16]}",
-            hint="give all ranks the same RUN_URL",
-            run=bucket.url,
-        )
-    config = start.config
+    bucket = open_bucket(first.order.run)
+    _require_same(bucket, first.order)
+    ranks: dict[str, Rank[Any]] = {}
+    if isinstance(first.order, Start):
+        ranks[first.line] = _open_rank(bucket, first.order, stopping, signer)
+    opening = not ranks
+    while opening or ranks:
+        with lost_ranks():
+            message = receive()
+        line, order = message.line, message.order
+        if isinstance(order, Start) and line not in ranks:
+            ranks[line] = _open_rank(line_bucket(bucket, line), order, stopping, signer)
+            opening = False
+        elif isinstance(order, StartLines) or line not in ranks:
+            raise BugError(f"rank 0 gave an order to line {line!r}, which it did not start")
+        else:
+            rank = ranks[line]
+            with translated(rank.bucket, rank.run, rank.epoch):
+                if not rank.follow(order):
+                    del ranks[line]
+    leave_ranks()
+
+
+def _open_rank(
+    bucket: Bucket, start: Start, stopping: Callable[[], bool], signer: Signer | None
+) -> Rank[Any]:
+    """Open this rank's part of the run, or of the line, that rank 0 starts."""
+    run, config = _require_same(bucket, start), start.config
     model = open_policy_model(bucket, run, config)
     steps: Any
     if config.midtrain is None:
@@ -110,8 +132,19 @@ def follow_trainer(
     else:
         steps = DocumentSteps(bucket, run, config)
     with translated(bucket, run, start.epoch):
-        Rank(bucket, run, start, model, steps, signer=signer, stopping=stopping).follow()
-    leave_ranks()
+        return Rank(bucket, run, start, model, steps, signer=signer, stopping=stopping)
+
+
+def _require_same(bucket: Bucket, start: Start | StartLines) -> Run:
+    """Return the run in the bucket; raises `InputError` if rank 0 found another."""
+    run = require_run(bucket, public_key=start.public_key)
+    if run.id != start.run:
+        raise InputError(
+            f"rank {world_of()[0]} found the run {run.id[:16]}, rank 0 the run {start.run[:16]}",
+            hint="give all ranks the same RUN_URL",
+            run=bucket.url,
+        )
+    return run
 
 
 def _check_layout(config: RunConfig) -> None:

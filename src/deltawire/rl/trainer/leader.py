@@ -24,13 +24,13 @@ from deltawire.rl.trainer.orders import (
     End,
     Measure,
     Order,
+    Orders,
     PublishShards,
     ReturnTo,
     Save,
     Start,
     Train,
     Wait,
-    send,
 )
 from deltawire.rl.trainer.rank import Losses, Rank, StepKind
 from deltawire.rl.trainer.resume import Restoration
@@ -62,7 +62,8 @@ class Leader(Generic[R]):
     """Orders steps and publishes them; subclasses choose what is trained on.
 
     ``before`` is the status of an earlier trainer of the run, ``ledger`` what its state has
-    consumed. Raises `InputError` if the run has no version 0.
+    consumed; leaders of several lines share ``orders``. Raises `InputError` if the run has no
+    version 0.
     """
 
     credits: CreditIssuer
@@ -76,6 +77,7 @@ class Leader(Generic[R]):
         steps: StepKind[R],
         *,
         signer: Signer | None = None,
+        orders: Orders | None = None,
     ) -> None:
         self.process, self.bucket, self.run, self.config = process, process.bucket, run, config
         head = newest_readable(self.bucket, run)
@@ -99,10 +101,10 @@ class Leader(Generic[R]):
         )
         self._published: dict[int, Published] = {}
         """The events of the newest versions, to be repeated with the bytes of their anchors."""
-        self._in_step = True
-        """True while all ranks wait for the next order."""
-        self._ordered_at = time.monotonic()
-        send(start)
+        self._orders = orders or Orders()
+        self._line = config.line.name if config.line else ""
+        self._ended = False
+        self._order(start)
         self.rank: Rank[R] = Rank(
             self.bucket,
             run,
@@ -116,6 +118,7 @@ class Leader(Generic[R]):
             long_task=process.heartbeat.long_task,
             stopping=process.is_stopping,
         )
+        self._orders.arrived()
         if self.rank.recomputed:
             process.record_life("started", self.rank.recomputed)
         self.version_retention = VersionRetention(
@@ -199,11 +202,9 @@ class Leader(Generic[R]):
             )
 
     def _order(self, order: Order) -> None:
-        """Tell the other ranks this one's next action. It must succeed before the next order,
-        because all ranks take orders in step."""
-        self._in_step = False
+        """Tell the other ranks this one's next action."""
         self._ordered_at = time.monotonic()
-        send(order)
+        self._orders.send(order, line=self._line)
 
     def _train(self, order: Train, given: Any = None) -> R:
         """Compute a step on all ranks."""
@@ -250,7 +251,7 @@ class Leader(Generic[R]):
         return saved
 
     def _arrived(self) -> None:
-        self._in_step = True
+        self._orders.arrived()
         if self.rank.stop_asked:
             self.process.stop()
 
@@ -263,8 +264,10 @@ class Leader(Generic[R]):
 
     def _finish_ranks(self, ledger: Ledger) -> None:
         """Commit and save what is under way, on all ranks, and end the others."""
+        self._ended = True
         self._order(End(save=True))
         self.rank.finish(ledger)
+        self._orders.arrived()
 
     @property
     def is_complete(self) -> bool:
@@ -276,8 +279,10 @@ class Leader(Generic[R]):
 
     def close(self) -> None:
         """End all threads, also those that an error left running, and the other ranks."""
-        if self._in_step:
+        if self._orders.in_step and not self._ended:
+            self._ended = True
             self._order(End(save=False))
+            self._orders.arrived()
         self.rank.close()
         self.version_retention.close()
 

@@ -6,8 +6,11 @@
 
 Each line is trained by a `deltawire.rl.trainer.trainer.Trainer` with its own bucket, so groups,
 staleness, ledger, checkpoints and retention are those of the line. The models share the parameters
-of the base (`deltawire.export.lines`). A step seeds its random numbers by its line and version, so
-a line's bits do not depend on the order of turns.
+of the base (`deltawire.export.lines`; over ranks, `deltawire.train.line_masters`). A step seeds its
+random numbers by its line and version, so a line's bits do not depend on the order of turns. Other
+ranks take the orders of all lines in the order in which rank 0 sends them (`LineRanks`)::
+
+    rank 0    StartLines ─▶ Start a ─▶ Start b ─▶ Train a ─▶ Publish a ─▶ Train b ─▶ … ─▶ End a, b
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from deltawire.config import RunConfig
 from deltawire.config.lines import line_config
 from deltawire.errors import InputError
 from deltawire.rl.trainer.model import open_policy_model
+from deltawire.rl.trainer.orders import Orders, StartLines
 from deltawire.rl.trainer.rank import translated
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.runtime.fleet import next_epoch
@@ -59,11 +63,14 @@ class LinesTrainer:
         self._epoch = next_epoch(process.bucket, self._run, 0)
         self._changed = changed
         self._open = ExitStack()
+        self._orders = Orders()
         self.trainers: dict[str, Trainer] = {}
         """The trainers by the names of their lines."""
 
     def __enter__(self) -> LinesTrainer:
         try:
+            self._orders.send(StartLines(run=self._run.id, public_key=self._run.public_key))
+            self._orders.arrived()
             for one in self._config.train.adapters:
                 with self._process.heartbeat.long_task("start"):
                     self.trainers[one.name] = self._open_line(one.name)
@@ -96,7 +103,7 @@ class LinesTrainer:
         process.heartbeat.faults = config.faults
         process.record_life("started")
         model = open_policy_model(process.bucket, run, config)
-        trainer = Trainer(process, run, config, model, signer=self._signer)
+        trainer = Trainer(process, run, config, model, signer=self._signer, orders=self._orders)
         self._open.callback(trainer.close)
         return trainer
 

@@ -5,6 +5,8 @@
     rank 0    Start ─▶ Train ─▶ Publish ─▶ Train ─▶ Publish ─▶ Save ─▶ … ─▶ End
     others    do the same, in the same order; Wait comes while rank 0 has nothing to train on
 
+Of a run of several adapters each message names its line, and `StartLines` comes first.
+
 A message goes over the trainer's process group, so the ranks act in step with each other. A rank
 that fails sends nothing: its connections close, and that ends the others
 (`deltawire.train.parallel.ranks.lost_ranks`).
@@ -71,15 +73,50 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
 
 Order = Start | Train | PublishShards | ReturnTo | Save | Measure | Wait | End
 
-_decoder = msgspec.msgpack.Decoder(Order)
+
+class StartLines(msgspec.Struct, frozen=True, kw_only=True, tag="start_lines"):
+    """The first message of a run of several adapters, by its id. A `Start` of each line follows."""
+
+    run: str
+    public_key: str
 
 
-def send(order: Order) -> None:
-    """Send an order from rank 0 to all others."""
-    broadcast(msgspec.msgpack.encode(order))
+class LineOrder(msgspec.Struct, frozen=True):
+    """An order, and the line that it is for; ``line`` is empty in a run without lines."""
+
+    line: str
+    order: Order | StartLines
 
 
-def receive() -> Order:
-    """The next order of rank 0; waits for it."""
-    order: Order = _decoder.decode(broadcast())
-    return order
+_decoder = msgspec.msgpack.Decoder(LineOrder)
+
+
+class Orders:
+    """Sends rank 0's orders. The leaders of a run's lines share one.
+
+    Example::
+
+        orders = Orders()
+        orders.send(Wait())
+        ...  # do what was ordered
+        orders.arrived()
+    """
+
+    def __init__(self) -> None:
+        self.in_step = True
+        """True while all ranks wait for the next order."""
+
+    def send(self, order: Order | StartLines, *, line: str = "") -> None:
+        """Sends an order to all other ranks. It must succeed before the next one, because all ranks
+        take orders in step."""
+        self.in_step = False
+        broadcast(msgspec.msgpack.encode(LineOrder(line, order)))
+
+    def arrived(self) -> None:
+        """Counts the last order as done."""
+        self.in_step = True
+
+
+def receive() -> LineOrder:
+    """Returns the next order of rank 0; waits for it."""
+    return _decoder.decode(broadcast())

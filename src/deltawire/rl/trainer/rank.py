@@ -23,13 +23,13 @@ from deltawire.rl.trainer.fencing import restartable, unfenced
 from deltawire.rl.trainer.orders import (
     End,
     Measure,
+    Order,
     PublishShards,
     ReturnTo,
     Save,
     Start,
     Train,
     Wait,
-    receive,
 )
 from deltawire.rl.trainer.resume import Restoration, Resumed
 from deltawire.store import Bucket
@@ -253,29 +253,28 @@ class Rank(Generic[R_co]):
         with contextlib.suppress(DeltawireError):
             self.checkpoints.close()
 
-    def follow(self) -> None:
-        """Obey rank 0 until it ends."""
-        while True:
-            match receive():
-                case Train() as order:
-                    self.train(order)
-                case PublishShards() as order:
-                    self.publish(order.version)
-                case ReturnTo() as order:
-                    self.return_to(order.target)
-                case Save():
-                    self.save(Ledger())
-                case Measure():
-                    self.measure()
-                case Wait():
-                    self.agree_to_stop()
-                case End() as order:
-                    if order.save:
-                        self.finish(Ledger())
-                    self.close()
-                    return
-                case Start():
-                    raise BugError("rank 0 started twice", run=self.bucket.url)
+    def follow(self, order: Order) -> bool:
+        """Obey an order of rank 0; returns whether more will come."""
+        match order:
+            case Train():
+                self.train(order)
+            case PublishShards():
+                self.publish(order.version)
+            case ReturnTo():
+                self.return_to(order.target)
+            case Save():
+                self.save(Ledger())
+            case Measure():
+                self.measure()
+            case Wait():
+                self.agree_to_stop()
+            case End():
+                if order.save:
+                    self.finish(Ledger())
+                self.close()
+            case Start():
+                raise BugError("rank 0 started twice", run=self.bucket.url)
+        return not isinstance(order, End)
 
 
 @contextlib.contextmanager

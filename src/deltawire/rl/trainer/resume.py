@@ -21,6 +21,7 @@ import torch
 from deltawire.codec import Digest
 from deltawire.config import ParityLimits, RunConfig, TrainConfig, run_config, with_settings
 from deltawire.errors import CorruptError, InputError
+from deltawire.export.lines import holds_base
 from deltawire.export.source import WeightSource, is_lossy, open_source, wanted_of
 from deltawire.rl.control.credits import settle
 from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
@@ -31,6 +32,7 @@ from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror, read_history, read_manifest
 from deltawire.train.checkpoint import load_checkpoint
 from deltawire.train.frozen_base import check_frozen_base
+from deltawire.train.line_masters import line_masters
 from deltawire.train.masters import COMPUTE_DTYPES, MasterWeights
 from deltawire.train.parallel import TrainerMesh, device_of, open_mesh, shard_model
 from deltawire.train.reference import AdapterOff, FrozenCopy, Reference, SleepingCopy
@@ -105,7 +107,10 @@ def resume(
     mesh = mesh or open_mesh(config.train, device_of(model))
     reference = load_reference(bucket, run, config, model, mesh)
     model.train(config.train.dropout)
-    masters = MasterWeights(model, config.train, mesh=mesh)
+    if config.line is None or holds_base(model):
+        masters = MasterWeights(model, config.train, mesh=mesh)
+    else:
+        masters = line_masters(bucket, config, model, mesh)
     before = newest
     while True:
         state = masters.state()

@@ -53,7 +53,7 @@ from deltawire.rl.reference.reader import await_scores
 from deltawire.rl.trainer.allocation import allocation_event, dropped_groups, open_allocator
 from deltawire.rl.trainer.group_steps import GroupSteps
 from deltawire.rl.trainer.leader import Leader
-from deltawire.rl.trainer.orders import Train
+from deltawire.rl.trainer.orders import Orders, Train
 from deltawire.rl.trainer.parity_recheck import ParityRecheck
 from deltawire.rl.trainer.progress_alarm import ProgressAlarm
 from deltawire.rl.trainer.resume import groups_of, metadata_at
@@ -93,12 +93,13 @@ class Trainer(Leader[StepResult]):
         model: Any,
         *,
         signer: Signer | None = None,
+        orders: Orders | None = None,
     ) -> None:
         self._steps = GroupSteps(process.bucket, run, config)
         self.alarm = ProgressAlarm(process.events.record)
         self.stop_rule = StopRule(process.bucket, config, process.events.record)
         self.controller = BudgetFollower(process.bucket, config)
-        super().__init__(process, run, config, model, self._steps, signer=signer)
+        super().__init__(process, run, config, model, self._steps, signer=signer, orders=orders)
         self.ledger = self.rank.ledger
         self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
         before = self.before

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from deltawire.errors import BugError, InputError
 from deltawire.export.shards import placed_like
+from deltawire.placement.live import published_names
 from deltawire.train.parallel.expert_parallel import divide_experts
 from deltawire.train.parallel.mesh import TrainerMesh
 from deltawire.train.parallel.rounding import RoundedShard
@@ -37,13 +38,15 @@ def shard_model(
     *,
     compute: torch.dtype = torch.float32,
     published: torch.dtype = torch.float32,
+    frozen: nn.Module | None = None,
 ) -> None:
     """Shards ``model`` in place: each decoder layer, then the rest.
 
     The parameters become float32 DTensors. Those on the meta device get memory on the mesh's device
     for this rank's shard only, with values unset. ``published`` is the dtype that a forward pass
     rounds them to, ``compute`` the one that it computes in. A model that is sharded already stays
-    as it is. Raises `InputError` if ``compute`` would change the published bits.
+    as it is. Frozen parameters get the memory of those of the same published names in the sharded
+    model ``frozen``. Raises `InputError` if ``compute`` would change the published bits.
 
     Example::
 
@@ -85,6 +88,8 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if frozen is not None:
+        _share_frozen(model, frozen)
     _give_memory(model, mesh.device)
 
 
@@ -97,6 +102,26 @@ def device_of(model: nn.Module) -> torch.device:
     """Returns the device of a model, some of whose parameters may have no memory yet."""
     tensors = (*model.parameters(), *model.buffers())
     return next((one.device for one in tensors if not one.is_meta), torch.device("cpu"))
+
+
+@torch.no_grad()
+def _share_frozen(model: nn.Module, frozen: nn.Module) -> None:
+    """Replaces frozen shards by ones over the memory of those of another model."""
+    names, given = published_names(model), published_names(frozen)
+    held = {given[name]: one for name, one in frozen.named_parameters() if not one.requires_grad}
+    wanted = {id(one): names[name] for name, one in model.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        own: dict[str, Any] = module._parameters
+        for name, parameter in list(own.items()):
+            if not isinstance(parameter, DTensor) or parameter.requires_grad:
+                continue
+            if id(parameter) not in made:
+                other: Any = held[wanted[id(parameter)]]
+                made[id(parameter)] = nn.Parameter(
+                    placed_like(parameter, other._local_tensor), requires_grad=False
+                )
+            module._parameters[name] = made[id(parameter)]
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from granted_groups import SECRET, UNCHECKED, made_up_group
 from heartbeats import put_heartbeat
+from rank_runs import train
 from signed_run import OWNER, STRANGER, WORKER
 
 from deltawire.cli.main import main
@@ -29,6 +30,7 @@ from deltawire.store import open_bucket
 from deltawire.sync import read_history, require_run
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.wire import keys, roles
+from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.objects import encode_json
 from deltawire.wire.roles import Pin
 from deltawire.wire.rollouts import encode_group
@@ -192,3 +194,21 @@ def test_commands_take_the_runs_pin_for_a_line(run, words, capsys):
     other = Pin(OWNER.public_key, "ef" * 16)
     assert main([words[0], line, *words[1:], "--public-key", str(other)]) != 0
     assert "another run" in capsys.readouterr().err
+
+
+@pytest.mark.drills
+def test_ranks_write_to_the_lines_of_a_signed_run(tmp_path):
+    adapters = [{"name": name, "rank": 2, "targets": ["q_proj"]} for name in LINES]
+    signed = Signed(tmp_path, adapters=adapters, ranks=2)
+    start_lines(signed.owner, signed.config, signed.model, signer=OWNER, run_id=signed.pin.run_id)
+    signed.grant()
+    for name in LINES:
+        signed.store(name, VERSIONS)
+    OWNER.write(tmp_path / "owner.key")
+    train(signed.plain, "--key", str(tmp_path / "owner.key"))
+    for name in LINES:
+        place = line_bucket(signed.opened(), name)
+        history = list(read_history(place, require_run(place)))
+        assert [one.version for one in history] == [1, 2]
+        made = [CommitMetadata.of(one.metadata, run="", version=one.version) for one in history]
+        assert {one.ranks for one in made} == {2}
