@@ -1,4 +1,4 @@
-"""``deltawire bench scale``: costs that grow with ranks, readers and versions."""
+"""``deltawire bench scale``: costs that grow with ranks, readers, versions and workers."""
 
 from __future__ import annotations
 

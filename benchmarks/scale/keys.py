@@ -24,6 +24,19 @@ KEYS: Final[dict[str, Key]] = {
     "status_s_100k_versions": Key(
         "versions", "<=", 1, "seconds to read the status of 100,000 versions, 20 ms a request"
     ),
+    "trainer_start_s_10k_workers": Key(
+        "workers",
+        "<=",
+        20,
+        "seconds of a trainer's first poll of 10,000 workers, 20 ms a request",
+    ),
+    "trainer_poll_s_10k_workers": Key(
+        "workers", "<=", 2, "seconds of a later poll, of which each brings 500 groups"
+    ),
+    "trainer_poll_requests_10k_workers": Key("workers", "<=", 2200, "most requests of such a poll"),
+    "status_s_10k_workers": Key(
+        "workers", "<=", 25, "seconds to make the status of 10,000 workers, for all views"
+    ),
     "shard_reader_excess": Key(
         "shards", "<=", 0.10, "bytes that a rank of 2, 4 or 8 fetches beyond the chunks it serves"
     ),

@@ -52,7 +52,7 @@ READERS = 16
 MAX_PROCESSES = 4096
 MAX_STATUS_OBJECT_BYTES = 16 << 20
 MAX_GATEWAY_BYTES = 1 << 20
-FRESH_S = 30.0
+FRESH_S = 60.0
 """A stored status that is older, by this machine's clock, is not shown."""
 MAX_STREAMS_NAMED = 12
 """Streams of events with unreadable segments that are named; the rest are counted."""

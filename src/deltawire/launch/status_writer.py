@@ -16,7 +16,7 @@ from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
 
-EVERY_S = FRESH_S / 4
+EVERY_S = FRESH_S / 8
 MANY = 16
 """With fewer processes, a view reads their objects itself."""
 

@@ -21,7 +21,7 @@ from deltawire.wire.roles import SUPERVISOR_ROLE
 
 MAX_SEGMENT_BYTES = 64 << 20
 LIST_EVERY_S = 3.0
-READERS = 16
+READERS = 64
 
 
 def read_segment(bucket: Bucket, key: str) -> list[Event] | None:

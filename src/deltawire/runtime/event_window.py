@@ -27,7 +27,7 @@ MAX_EVENT_BYTES = 256 << 20
 """Reads the newest segments up to this total size in bytes; older ones are left out."""
 TAIL = 3
 """The number of segments at the end of each stream that are read regardless of age."""
-READERS = 16
+READERS = 64
 
 _T = TypeVar("_T")
 _V = TypeVar("_V")

@@ -35,18 +35,26 @@ class Liveness:
         self._reason = ""
 
     def observe(
-        self, heartbeat: Heartbeat | None, elapsed_s: float, *, age_s: float = 0.0
+        self,
+        heartbeat: Heartbeat | None,
+        elapsed_s: float,
+        *,
+        age_s: float = 0.0,
+        replaced: bool = False,
     ) -> Liveliness:
         """Decides by the heartbeat that is stored now, None if there is none.
 
         ``elapsed_s`` is the time since the previous call in which a heartbeat could have been
         noticed. ``age_s`` is the age of the heartbeat by its own clock; it counts as silence only
-        at the first observation, when nothing else is known.
+        at the first observation, when nothing else is known. ``replaced`` says that a newer
+        heartbeat was stored since the previous call, and not read yet.
         """
         sign = None if heartbeat is None else (heartbeat.nonce, heartbeat.number)
         if sign is not None and sign != self._seen:
             self.silent_s = max(0.0, age_s) if self._seen is None else 0.0
             self._seen = sign
+        elif replaced:
+            self.silent_s = 0.0
         else:
             self.silent_s += elapsed_s
         self._reason = ""

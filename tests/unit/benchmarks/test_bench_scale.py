@@ -27,11 +27,16 @@ def test_the_command_takes_keys():
 
 def test_small_measurements_are_of_what_they_say():
     """The modules run on a few ranks, blobs and versions, and check what they measure."""
-    commit, fetch, versions = (
-        importlib.import_module(f"{PACKAGE}.{name}") for name in ("commit", "fetch", "versions")
+    commit, fetch, versions, workers = (
+        importlib.import_module(f"{PACKAGE}.{name}")
+        for name in ("commit", "fetch", "versions", "workers")
     )
     found = commit.commit(3)
     assert found["pieces"] == 3 * commit.TENSORS
     assert found["seconds"] > 0.1  # At least five requests, one after another.
     assert fetch.fetch(5)["requests"]["get"] >= 5
     assert versions.show_status(3)["seconds"] > 0.02
+    polls = workers.poll(3)
+    assert polls["consumed"] >= 1
+    assert polls["start"]["requests"]["put"] == 3 + 1, "a secret for each, and trainer.json"
+    assert workers.show_status(3)["stored"]["requests"] == {"get": 2}

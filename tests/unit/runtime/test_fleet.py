@@ -90,3 +90,27 @@ def test_polls_are_as_rare_as_asked_for(bucket, time):
         fleet.poll(every_s=1.0)
         time.now += 0.5
     assert len(faulty.operations) == 5
+
+
+def test_a_process_that_is_not_read_in_a_poll_is_judged_by_the_listing(bucket, time):
+    """A bounded fleet reads a tenth of the heartbeats in a poll, and notices silence as before."""
+    names = [f"w{number:02d}" for number in range(40)]
+    fleet = Fleet(
+        bucket,
+        silence_s=SILENCE_S,
+        most_read=4,
+        clock=lambda: time.now,
+        wall_clock=lambda: time.now,
+    )
+    for second in range(60):
+        for name in names[:20] if second >= 20 else names:
+            put_heartbeat(bucket, name, number=second, at=time.now)
+        time.now += 1
+        fleet.poll()
+        assert set(names[:20]) <= fleet.workers
+    assert fleet.workers == set(names[:20])
+    put_heartbeat(bucket, names[0], number=99, at=time.now, ended=True)
+    for _ in range(len(names) // 4):
+        time.now += 1
+        fleet.poll()
+    assert fleet.states[names[0]] == "ended"

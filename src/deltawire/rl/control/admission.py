@@ -26,8 +26,9 @@ holds for each group by enforcement, and admission keeps drops rare.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -43,6 +44,39 @@ class WorkerLoad:
     """True if it has stored a group that could be used."""
     trial: bool = False
     """True if it gets one credit even beyond the limit."""
+
+
+class _GrantOrder:
+    """Workers in the order of their unfinished groups, then of their names."""
+
+    def __init__(self, entries: list[tuple[int, str]]) -> None:
+        heapq.heapify(entries)
+        self.entries = entries
+
+    def pop(self) -> tuple[int, str]:
+        """Removes the first worker; returns its unfinished groups and its name."""
+        return heapq.heappop(self.entries)
+
+
+class _GrantQueue:
+    """Workers that may be granted a group: those within their share of the limit, and the rest."""
+
+    def __init__(self, entries: Iterable[tuple[int, str, bool]]) -> None:
+        listed = list(entries)
+        self.places = {
+            full: _GrantOrder([(count, name) for count, name, is_full in listed if is_full is full])
+            for full in (False, True)
+        }
+
+    def push(self, unfinished: int, name: str, *, full: bool) -> None:
+        """Adds a worker."""
+        heapq.heappush(self.places[full].entries, (unfinished, name))
+
+
+def _first(queues: Iterable[_GrantQueue], *, full: bool) -> _GrantOrder | None:
+    """Returns the places of which the first worker comes first; None if there is no worker."""
+    found = [queue.places[full] for queue in queues if queue.places[full].entries]
+    return min(found, key=lambda places: places.entries[0], default=None)
 
 
 class Admission:
@@ -90,17 +124,24 @@ class Admission:
         if free is None:
             free = self.limit - self.outstanding(workers)
         held = sum(granted[name] - workers[name].stored for name in new)
+
+        def queue(names: Sequence[str]) -> _GrantQueue:
+            return _GrantQueue(
+                (granted[name] - workers[name].stored, name, holds[name] >= most) for name in names
+            )
+
+        queues = [queue(proven), queue(new)]
         while free > 0:
-            able = proven if proven and held >= self.limit // 2 else alive
-            within = [name for name in able if holds[name] < most]
+            able = queues[:1] if proven and held >= self.limit // 2 else queues
             # Parts of a prompt that were granted again may exceed what prompts hold by design.
-            able = within or (able if allocated else [])
-            if not able:
+            chosen = _first(able, full=False) or (_first(able, full=True) if allocated else None)
+            if chosen is None:
                 break
-            name = min(able, key=lambda worker: granted[worker] - workers[worker].stored)
+            unfinished, name = chosen.pop()
             granted[name] += 1
             holds[name] += 1
             held += not workers[name].proven
+            queues[not workers[name].proven].push(unfinished + 1, name, full=holds[name] >= most)
             free -= 1
         for name in new:
             if workers[name].trial:

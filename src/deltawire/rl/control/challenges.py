@@ -22,6 +22,7 @@ from collections.abc import Collection
 
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
+from deltawire.store.parallel import in_parallel
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json, encode_json
 from deltawire.wire.status import MAX_STATUS_BYTES, Challenge
@@ -69,20 +70,28 @@ class Challenges:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._secrets: dict[str, str] = {}
-        self._seen: dict[tuple[str, int], set[int]] = {}
+        self._seen: dict[str, dict[int, set[int]]] = {}
+        """By worker and lease, the numbers that were delivered."""
 
     def ensure(self, workers: Collection[str]) -> None:
-        """Gives a secret to each worker that has none; raises `RetryError`."""
-        for worker in workers - self._secrets.keys():
-            try:
-                secret = read_challenge(self._bucket, worker)
-            except CorruptError:
-                secret = ""
-            if not secret:
-                secret = secrets.token_hex(16)
-                stored = encode_json(Challenge(worker=worker, secret=secret))
-                self._bucket.put(keys.challenge(worker), stored)
-            self._secrets[worker] = secret
+        """Gives a secret to each worker that has none; raises `RetryError`.
+
+        All of them at once, because the first workers with a secret would hold all credits.
+        """
+        new = sorted(workers - self._secrets.keys())
+        self._secrets |= zip(new, in_parallel(self._bucket, self._secret, new), strict=True)
+
+    def _secret(self, worker: str) -> str:
+        """Reads a worker's secret, or stores a new one."""
+        try:
+            secret = read_challenge(self._bucket, worker)
+        except CorruptError:
+            secret = ""
+        if not secret:
+            secret = secrets.token_hex(16)
+            stored = encode_json(Challenge(worker=worker, secret=secret))
+            self._bucket.put(keys.challenge(worker), stored)
+        return secret
 
     def secret_of(self, worker: str) -> str:
         """The secret of a worker, empty if it has none."""
@@ -102,12 +111,13 @@ class Challenges:
         lease, number = found
         if number >= granted:
             return f"group {number} was started, and {granted} were granted"
-        seen = self._seen.setdefault((worker, lease), set())
+        leases = self._seen.setdefault(worker, {})
+        seen = leases.setdefault(lease, set())
         if number in seen or number < max(seen, default=0) - REMEMBERED:
             return f"group {number} was delivered before"
         seen.add(number)
         if len(seen) > 2 * REMEMBERED:
-            self._seen[worker, lease] = {n for n in seen if n >= max(seen) - REMEMBERED}
+            leases[lease] = {n for n in seen if n >= max(seen) - REMEMBERED}
         return ""
 
     @staticmethod
@@ -118,5 +128,4 @@ class Challenges:
     def forget(self, worker: str) -> None:
         """Drops the numbers of a worker that has left; its secret stays in the bucket."""
         self._secrets.pop(worker, None)
-        for key in [key for key in self._seen if key[0] == worker]:
-            del self._seen[key]
+        self._seen.pop(worker, None)

@@ -76,7 +76,7 @@ class CreditIssuer:
         self._deliver_s = config.faults.long_s
         self._starve_s = config.faults.stall_s
         self._starving: dict[str, float] = {}
-        self._dropping: dict[str, int] = {}
+        self._dropping: Mapping[str, int] = {}
         self._proven: set[str] = {name for name in ledger.below if ledger.count(name)}
         self._incidents: list[Incident] = []
         self._self_attested: list[str] = []
@@ -120,7 +120,7 @@ class CreditIssuer:
             self._begun = dict(begun or {})
             names = self._credits.keys() | alive
             self._stored = {name: buffer.stored(name) for name in names}
-            self._dropping = {name: buffer.dropping(name) for name in names}
+            self._dropping = buffer.dropping()
             self._without = buffer.without_credit() if self.allocator else set()
             self._proven |= buffer.proven
             self._incidents = buffer.incidents.listed()
@@ -160,6 +160,11 @@ class CreditIssuer:
                 for name in names
             }
 
+    def granted_to(self, worker: str) -> int:
+        """One worker's credits, as `granted` counts them."""
+        with self._lock:
+            return max(self._credits.get(worker, 0), self.ledger.below.get(worker, 0))
+
     def is_settled(self, worker: str) -> bool:
         """Returns whether every group that the worker stored is settled."""
         with self._lock:
@@ -176,7 +181,6 @@ class CreditIssuer:
             for table in (
                 self._credits,
                 self._stored,
-                self._dropping,
                 self._progress,
                 self._starving,
             ):

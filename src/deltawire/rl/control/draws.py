@@ -87,6 +87,8 @@ class DrawBook:
         self._held: dict[tuple[str, int], dict[int, Drawn]] = {}
         self._below: dict[tuple[str, int], int] = {}
         self._arrived: dict[tuple[str, int], tuple[int, int]] = {}
+        self._leases: dict[str, set[int]] = {}
+        """By worker, the leases that ``_below`` has."""
         self._last: dict[str, int] = {}
         """By worker, the latest lease with draws."""
         for worker, leases in (draws or {}).items():
@@ -97,6 +99,7 @@ class DrawBook:
                 places = zip(one.positions, sizes, parts, strict=False)
                 self._held[key] = dict(zip(one.numbers, map(Drawn._make, places), strict=False))
                 self._below[key] = one.below
+                self._leases.setdefault(worker, set()).add(one.lease)
                 self._last[worker] = max(one.lease, self._last.get(worker, 0))
 
     def cover(self, worker: str, lease: int, count: int, *, complete: bool = True) -> None:
@@ -110,13 +113,14 @@ class DrawBook:
             return
         self._last[worker] = lease
         if complete:
-            for key in [k for k in self._below if k[0] == worker and k[1] < lease]:
-                self._give_back(key)
+            for before in [one for one in self._leases.get(worker, ()) if one < lease]:
+                self._give_back((worker, before))
         key = worker, lease
         held = self._held.setdefault(key, {})
         for number in range(self._below.get(key, 0), count):
             held[number] = self._take()
         self._below[key] = max(count, self._below.get(key, 0))
+        self._leases.setdefault(worker, set()).add(lease)
 
     def position(self, worker: str, lease: int, number: int) -> int | None:
         """The position that a number holds, None if it holds none."""
@@ -147,8 +151,8 @@ class DrawBook:
 
     def forget(self, worker: str) -> None:
         """Gives back everything that a worker holds which is gone."""
-        for key in [key for key in self._below if key[0] == worker]:
-            self._give_back(key)
+        for lease in list(self._leases.get(worker, ())):
+            self._give_back((worker, lease))
 
     @property
     def positions(self) -> set[int]:
@@ -262,3 +266,4 @@ class DrawBook:
         if not held:
             self._held.pop(key, None)
             self._below.pop(key, None)
+            self._leases.get(key[0], set()).discard(key[1])

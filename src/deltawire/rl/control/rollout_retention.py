@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable
 
 from deltawire.errors import CorruptError
 from deltawire.runtime.retained import RetainedFile, read_retained
 from deltawire.store import Bucket
+from deltawire.store.parallel import REQUESTS, in_parallel
 from deltawire.sync import committed_versions, read_manifest
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.run import Run
 
-DELETERS = 16
+TRIM_S = 10.0
+"""Seconds after which a trim ends with the version under way."""
 
 
 class RolloutRetention:
@@ -20,8 +23,10 @@ class RolloutRetention:
 
     Groups of the newest ``keep`` versions stay, and those of every version after the oldest
     checkpoint, from which steps may have to be recomputed. 0 keeps everything. ``retained.json``
-    first states from which version on groups are kept, so that an audit does not take deleted
-    groups for lost ones; a deletion that was interrupted is completed by the next one.
+    first states from which version on groups are kept, version by version, so that an audit does
+    not take deleted groups for lost ones; a deletion that was interrupted is completed by the next
+    one. A trim that takes longer than `TRIM_S`, as the first of a long run does, is continued by
+    the next one too: the trainer waits for it.
 
     Example::
 
@@ -29,12 +34,19 @@ class RolloutRetention:
     """
 
     def __init__(
-        self, bucket: Bucket, run: Run, *, keep: int, floors: RetainedFile | None = None
+        self,
+        bucket: Bucket,
+        run: Run,
+        *,
+        keep: int,
+        floors: RetainedFile | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._floors = floors or RetainedFile(bucket)
         self._bucket = bucket
         self._run = run
         self._keep = keep
+        self._clock = clock
 
     def trim(self, *, newest: int, oldest_checkpoint: int) -> int:
         """Deletes what is not kept; returns the number of groups. Raises `RetryError`."""
@@ -42,14 +54,23 @@ class RolloutRetention:
         first = read_retained(self._bucket).rollouts
         if not self._keep or floor <= max(first, 1):
             return 0
-        self._floors.raise_to(rollouts=floor)
         # The version before the old floor is repeated: its deletion may have been interrupted.
         start = max(first - 1, 1)
-        versions = committed_versions(self._bucket, newer_than=start - 1)
-        groups = [group for version in versions if version < floor for group in self._of(version)]
-        with ThreadPoolExecutor(DELETERS, "rollout-retention") as threads:
-            list(threads.map(self._delete, groups))
-        return len(groups)
+        listed = committed_versions(self._bucket, newer_than=start - 1)
+        versions = [version for version in listed if version < floor]
+        deleted, began = 0, self._clock()
+        for place in range(0, len(versions), REQUESTS):
+            part = versions[place : place + REQUESTS]
+            for version, groups in zip(
+                part, in_parallel(self._bucket, self._of, part), strict=True
+            ):
+                if self._clock() - began > TRIM_S:
+                    return deleted
+                self._floors.raise_to(rollouts=version + 1)
+                in_parallel(self._bucket, self._delete, groups)
+                deleted += len(groups)
+        self._floors.raise_to(rollouts=floor)
+        return deleted
 
     def _delete(self, group: tuple[str, int]) -> None:
         """Deletes a group and the scores that a reference stored for it."""

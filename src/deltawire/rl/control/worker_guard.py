@@ -29,6 +29,7 @@ from deltawire.rl.control.incidents import Incidents
 from deltawire.rl.control.quota import Quota
 from deltawire.rl.control.rollout_buffer import BufferedGroup
 from deltawire.store import Bucket
+from deltawire.store.parallel import in_parallel
 from deltawire.wire import keys
 from deltawire.wire.status import Incident
 
@@ -36,6 +37,9 @@ DOUBTS = 3
 """Disagreements that an honest worker can have by accident, such as a scorer that ran out of time,
 after which it is quarantined all the same."""
 POLL_EVERY_S = 30.0
+MOST_LISTED = 64
+"""The most workers whose numbers beyond their grants one poll looks for; those that were listed
+longest ago come first."""
 
 
 def _unpredictable() -> float:
@@ -167,8 +171,7 @@ class WorkerGuard:
         if self.rescorer is not None:
             for verdict in self.rescorer.verdicts():
                 self._take(verdict)
-        for worker in sorted(allowed):
-            self._poll_beyond(worker, granted.get(worker, 0))
+        self._poll_beyond(allowed)
         self._readable = allowed - self.incidents.quarantined.keys()
         return self._readable
 
@@ -183,19 +186,28 @@ class WorkerGuard:
         else:
             self.incidents.report(verdict.worker, verdict.kind, detail)
 
-    def _poll_beyond(self, worker: str, granted: int) -> None:
-        """Reports groups with numbers that were not granted: a page of keys now and then."""
+    def _poll_beyond(self, workers: Collection[str]) -> None:
+        """Reports groups with numbers that were not granted: a page of keys of each worker now and
+        then, of `MOST_LISTED` workers at a time."""
         now = time.monotonic()
-        if now - self._polled.get(worker, float("-inf")) < POLL_EVERY_S:
-            return
-        self._polled[worker] = now
-        last = self._beyond.get(worker, "")
+        last = {name: self._polled.get(name, float("-inf")) for name in workers}
+        due = sorted(name for name, at in last.items() if now - at >= POLL_EVERY_S)
+        turn = sorted(due, key=lambda name: last[name])[:MOST_LISTED]
+        self._polled |= dict.fromkeys(turn, now)
+        for worker, found in zip(
+            turn, in_parallel(self._bucket, self._list_beyond, turn), strict=True
+        ):
+            if found:
+                self._beyond[worker] = found[-1]
+                granted = self._granted.get(worker, 0)
+                detail = f"{found[0]} is beyond the {granted} groups that were granted"
+                self.incidents.report(worker, "not granted", detail, count=len(found))
+
+    def _list_beyond(self, worker: str) -> Sequence[str]:
+        """Lists the keys of a worker's groups after its grants and those reported before."""
+        granted, last = self._granted.get(worker, 0), self._beyond.get(worker, "")
         after = max(last, keys.rollout(worker, granted - 1) if granted else "")
-        found = self._bucket.list(keys.rollouts_of(worker), after=after or None)
-        if found:
-            self._beyond[worker] = found[-1]
-            detail = f"{found[0]} is beyond the {granted} groups that were granted"
-            self.incidents.report(worker, "not granted", detail, count=len(found))
+        return self._bucket.list(keys.rollouts_of(worker), after=after or None)
 
     def forget(self, worker: str) -> None:
         """Forgets a worker that has left; its quarantine stays."""

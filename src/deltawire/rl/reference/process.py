@@ -22,6 +22,7 @@ from deltawire.rl.control.rollout_reader import Bounds, read_group
 from deltawire.rl.reference.models import load_reference_model
 from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
+from deltawire.store.parallel import in_parallel
 from deltawire.sync import newest_version
 from deltawire.train.batch import collate
 from deltawire.train.budget import divide
@@ -30,6 +31,11 @@ from deltawire.wire import keys
 from deltawire.wire.reference_scores import ReferenceScores, encode_scores
 from deltawire.wire.rollouts import Group
 from deltawire.wire.run import Run
+from deltawire.wire.status import TrainerStatus
+
+LATE = 512
+"""A group that appears below others of its worker is scored if it is at most so many below the
+newest."""
 
 
 class GroupScorer:
@@ -46,47 +52,74 @@ class GroupScorer:
         self._policy = TrainedPolicy.of(model.to(device), config.train)
         self._device = device
         self._bounds = Bounds.of(config, model.get_input_embeddings().num_embeddings)
-        self._passed_over: set[str] = set()
-        """Keys of groups that are damaged or too old; the trainer does not take them either."""
-        self._scored: dict[str, set[int]] = {}
-        """Sequences with scores, by worker, as far as they are known."""
+        self._handled: dict[str, set[int]] = {}
+        """By worker, the newest groups that have scores, or that are damaged or too old: the
+        trainer does not take those either."""
 
     def round(self) -> int:
-        """Scores every finished group without scores; returns the number of them."""
-        done = 0
+        """Scores every finished group without scores; returns the number of them.
+
+        Lists the groups after those of earlier rounds, of the workers that may have stored any.
+        """
         status = read_trainer(self._bucket)
+        due = [
+            (name, count)
+            for name, count in self._granted(status).items()
+            if max(self._handled.get(name, ()), default=-1) < count - 1
+        ]
         newest = 0 if status is None else status.version
-        for worker in self._bucket.list_prefixes(keys.ROLLOUTS):
-            if not keys.valid_name(worker):
+        done = 0
+        for (worker, _), numbers in zip(
+            due, in_parallel(self._bucket, self._new_groups, due), strict=True
+        ):
+            if not numbers:
                 continue
-            known = self._scored.setdefault(worker, set())
-            known |= {
-                number
-                for key in self._bucket.list(keys.references_of(worker))
-                if (number := keys.trailing_number(key)) is not None
-            }
-            for key in self._bucket.list(keys.rollouts_of(worker)):
-                place = keys.group_of(key)
-                if place is None or place[1] in known or key in self._passed_over:
-                    continue
+            handled = self._handled.setdefault(worker, set())
+            scored = self._scored(worker, numbers[0])
+            for number in numbers:
                 self._process.heartbeat.progress("score")
                 if self._process.stopping:
                     return done
-                done += self._score(key, *place, newest=newest)
+                if number not in scored:
+                    done += self._score(worker, number, newest=newest)
+                handled.add(number)
+            last = max(handled)
+            self._handled[worker] = {one for one in handled if one > last - LATE}
         return done
 
-    def _score(self, key: str, worker: str, sequence: int, *, newest: int) -> int:
+    def _granted(self, status: TrainerStatus | None) -> dict[str, int]:
+        """The credits of each worker; any number for workers of a run without a trainer yet."""
+        if status is not None:
+            return status.credits
+        listed = filter(keys.valid_name, self._bucket.list_prefixes(keys.ROLLOUTS))
+        return dict.fromkeys(listed, keys.MAX_NUMBER)
+
+    def _new_groups(self, granted: tuple[str, int]) -> list[int]:
+        """Lists the numbers of a worker's groups that were granted and not handled yet."""
+        worker, count = granted
+        handled = self._handled.get(worker, set())
+        first = max(0, max(handled, default=0) - LATE)
+        after = keys.rollout(worker, first - 1) if first else None
+        listed = self._bucket.list(keys.rollouts_of(worker), after=after)
+        numbers = {place[1] for key in listed if (place := keys.group_of(key)) is not None}
+        return sorted(number for number in numbers - handled if number < count)
+
+    def _scored(self, worker: str, first: int) -> set[int]:
+        """Lists the numbers of a worker's groups, from ``first`` on, that have scores."""
+        after = keys.reference(worker, first - 1) if first else None
+        listed = self._bucket.list(keys.references_of(worker), after=after)
+        return {number for key in listed if (number := keys.trailing_number(key)) is not None}
+
+    def _score(self, worker: str, sequence: int, *, newest: int) -> int:
         try:
             found = read_group(self._bucket, worker, sequence, bounds=self._bounds)
         except CorruptError:
-            self._passed_over.add(key)
             return 0
         if found is None:
             return 0
         group, group_hash = found
         oldest = group.oldest_version
         if oldest < newest - self._config.train.largest_age or not any(group.trained()):
-            self._passed_over.add(key)
             return 0
         scores = ReferenceScores(
             run=self._run.id,
@@ -100,7 +133,6 @@ class GroupScorer:
         self._process.lease.confirm()
         if self._bucket.create(place, encode_scores(scores, key=place)):
             self._process.heartbeat.count_finished()
-        self._scored[worker].add(sequence)
         return 1
 
     @torch.no_grad()

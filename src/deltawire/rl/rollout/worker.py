@@ -288,12 +288,15 @@ def next_sequence(process: Process) -> int:
     """
     status = known_trainer(process.bucket)
     granted = status.credits.get(process.name) if status is not None else None
-    found = process.bucket.list(keys.rollouts_of(process.name))
-    numbers = [group[1] + 1 for key in found if (group := keys.group_of(key)) is not None]
     before = process.heartbeat.predecessor
     claimed = before.worker.stored if before is not None and before.worker is not None else 0
     largest = max(claimed, 0) + MAX_UNGRANTED if granted is None else granted
-    return max([0, *(n for n in (claimed, *numbers) if n <= largest)])
+    first = claimed if 0 < claimed <= largest else 0
+    # Lower numbers change nothing, and there may be very many.
+    after = keys.rollout(process.name, first - 1) if first else None
+    found = process.bucket.list(keys.rollouts_of(process.name), after=after)
+    numbers = [group[1] + 1 for key in found if (group := keys.group_of(key)) is not None]
+    return max([first, *(n for n in numbers if n <= largest)])
 
 
 def run_worker(process: Process, *, patience_s: float, report: Callable[[str], None]) -> None:

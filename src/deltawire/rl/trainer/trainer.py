@@ -42,6 +42,7 @@ from deltawire.rl.control.challenges import Challenges
 from deltawire.rl.control.credits import settle
 from deltawire.rl.control.draws import DrawBook
 from deltawire.rl.control.drop_bias import causes_of, failures_of, families_of
+from deltawire.rl.control.intake import Intake
 from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
 from deltawire.rl.control.rollout_reader import Bounds
 from deltawire.rl.control.rollout_retention import RolloutRetention
@@ -60,7 +61,7 @@ from deltawire.rl.trainer.resume import groups_of, metadata_at
 from deltawire.rl.trainer.rollbacks import RollbackWatch
 from deltawire.rl.trainer.settings import moved_settings
 from deltawire.runtime.event_archive import EventArchiver
-from deltawire.runtime.fleet import POLL_S, Fleet
+from deltawire.runtime.fleet import MOST_READ, Fleet
 from deltawire.runtime.process import Process
 from deltawire.runtime.reaper import Reaper
 from deltawire.runtime.retained import RetainedFile
@@ -101,7 +102,7 @@ class Trainer(Leader[StepResult]):
         self.controller = BudgetFollower(process.bucket, config)
         super().__init__(process, run, config, model, self._steps, signer=signer, orders=orders)
         self.ledger = self.rank.ledger
-        self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s)
+        self.fleet = Fleet(self.bucket, silence_s=config.faults.silence_s, most_read=MOST_READ)
         before = self.before
         draws = self._open_draws(before)
         self.allocator = open_allocator(self.bucket, run, config, draws, version=self.version)
@@ -118,7 +119,9 @@ class Trainer(Leader[StepResult]):
             serve = partial(self.rank.further.serve, served)
         self.recheck = ParityRecheck(self.masters.model, config, report=self._report, serve=serve)
         self.rollbacks = RollbackWatch(self.bucket, run, checkpoints=config.retain.checkpoints)
-        self.reaper = Reaper(self.bucket)
+        self.intake = Intake(
+            self.fleet, Reaper(self.bucket), self.credits, self.guard, self.buffer, self.ledger
+        )
         floors, keep = RetainedFile(self.bucket), config.retain
         self.archiver = EventArchiver(self.bucket, keep_days=keep.events_days, floors=floors)
         self.retention = RolloutRetention(self.bucket, run, keep=keep.rollouts, floors=floors)
@@ -263,32 +266,14 @@ class Trainer(Leader[StepResult]):
         None while the store does not answer, which is tolerated for `STORE_PATIENCE_S`.
         """
         try:
-            self.fleet.poll(every_s=POLL_S)
-            for worker in self.reaper.run(self.fleet, self._is_settled):
-                self.credits.forget(worker)
-                self.buffer.forget(worker)
-                self.guard.forget(worker)
-            granted = self.credits.granted()
-            fleet = self.fleet
-            readable = self.guard.poll(fleet.known_workers, granted, fleet.expected_workers)
-            self.buffer.poll(readable, granted)
+            alive = self.intake.poll()
         except RetryError:
             if time.monotonic() - self._answered_at > STORE_PATIENCE_S:
                 raise
             self.process.wait(1.0)
             return None
         self._answered_at = time.monotonic()
-        return self.fleet.workers & readable - self.buffer.quarantined.keys()
-
-    def _is_settled(self, worker: str) -> bool:
-        """Returns whether no step needs a group of this worker any more."""
-        if worker in self.buffer.quarantined:
-            return True
-        heartbeat = self.fleet.heartbeats[worker]
-        stored = heartbeat.worker.stored if heartbeat.worker else 0
-        return self.credits.is_settled(worker) and self.ledger.count(worker) >= min(
-            stored, self.credits.granted().get(worker, 0)
-        )
+        return alive
 
     def _stop_if_all_fail(self) -> None:
         """Raise `InputError` once more groups in a row failed than the configuration allows."""

@@ -268,7 +268,7 @@ def test_what_finishes_in_order_is_never_dropped(make_group, seed, staleness, gr
         lag_ticks=0,
     ).run(12, patience=500)
     assert simulation.dropped == []
-    assert simulation.buffer.dropping("w0") == 0
+    assert simulation.buffer.dropping()["w0"] == 0
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -299,9 +299,9 @@ def test_groups_that_are_too_old_are_dropped_at_once_under_a_quota(bucket, make_
     buffer.poll(["w0"])
     assert buffer.next_batch(policy, version=9) is None
     assert buffer.waiting == 1
-    assert buffer.dropping("w0") == 7
+    assert buffer.dropping()["w0"] == 7
     assert buffer.next_batch(policy, version=9) is None
-    assert buffer.dropping("w0") == 7
+    assert buffer.dropping()["w0"] == 7
 
 
 def test_a_worker_that_is_left_over_may_go_on_without_the_others(bucket, make_group):

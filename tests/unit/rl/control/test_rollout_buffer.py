@@ -87,14 +87,14 @@ def test_drops_are_reported_once_with_the_next_batch(bucket, store):
     buffer = RolloutBuffer(bucket, Ledger(), limit=10)
     buffer.poll(["a", "b"])
     assert buffer.next_batch(Strict(1, 2), version=5) is None
-    assert (buffer.waiting, buffer.dropping("a"), buffer.dropping("b")) == (0, 2, 0)
+    assert (buffer.waiting, buffer.dropping()["a"], buffer.dropping()["b"]) == (0, 2, 0)
     assert buffer.next_batch(Strict(1, 2), version=5) is None
-    assert buffer.dropping("a") == 2
+    assert buffer.dropping()["a"] == 2
     store("b", 0, 5)
     store("b", 1, 5)
     buffer.poll(["a", "b"])
     assert buffer.next_batch(Strict(1, 2), version=5).dropped == [("a", 0), ("a", 1)]
-    assert buffer.dropping("a") == 0
+    assert buffer.dropping()["a"] == 0
     assert buffer.next_batch(Strict(1, 2), version=5).dropped == []
 
 
@@ -114,7 +114,7 @@ def test_damaged_groups_are_dropped_and_named(bucket, store, make_group, damage)
     buffer = RolloutBuffer(bucket, Ledger(), limit=10)
     buffer.poll(["a"])
     assert buffer.damaged == [keys.rollout("a", 1)]
-    assert buffer.dropping("a") == 1
+    assert buffer.dropping()["a"] == 1
     batch = buffer.next_batch(Strict(2, 0), version=0)
     assert names(batch) == [("a", 0), ("a", 2)]
     assert batch.dropped == [("a", 1)]
@@ -289,7 +289,7 @@ def test_a_group_that_failures_left_too_small_is_settled_by_its_cause(bucket, ma
     bucket.create(keys.rollout("a", 0), encode_group(failing(make_group, "a", causes)))
     buffer = RolloutBuffer(bucket, Ledger(), limit=10)
     buffer.poll(["a"])
-    assert (buffer.waiting, buffer.stored("a"), buffer.dropping("a")) == (0, 1, 1)
+    assert (buffer.waiting, buffer.stored("a"), buffer.dropping()["a"]) == (0, 1, 1)
     assert (buffer.failed, buffer.failure) == (1, causes[0])
     bucket.create(keys.rollout("a", 1), encode_group(failing(make_group, "a", ["", "tool", ""])))
     buffer.poll(["a"])
