@@ -3,7 +3,8 @@
 The learner's own code (records, join window, rewards, caps, quarantine, advantages) learns from
 simulated users in simulated time. In place of the model there is a table of logits, one for each
 kind of request and style of answer, which takes the policy gradient of the groups that the learner
-makes. So true satisfaction is known without sampling, and a run takes seconds.
+makes, or with the loss `KTO` the gradient of that against uniform answers. So true satisfaction is
+known without sampling, and a run takes seconds.
 
 Each seed runs honest, attacked by 2 % liars and a cohort of 2 % that asks five times as often, and
 attacked without caps and quarantine. The shift is 1 − gain attacked / gain honest, of the sums over
@@ -19,14 +20,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from benchmarks.training.keys import Measured, Options
-from deltawire.config import RunConfig, parse_config
+from deltawire.config import LossConfig, RunConfig, parse_config
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.records import LiveRecords
 from deltawire.store import Bucket, open_bucket
 from deltawire.testing.users import ANSWERS, STYLES, Population, UserSettings
+from deltawire.train.loss import LossInputs, Totals, policy_loss
 from deltawire.wire import keys
 from deltawire.wire.captures import Capture, Feedback, encode_row, encode_segment
 from deltawire.wire.lineage import LearnedAnswer
@@ -37,10 +40,15 @@ RATE = 20
 LEARN_EVERY_S = 4
 GROUP = 32
 LEARNING_RATE = 0.25
+KTO_RATE = 4.0
 BEGAN = 1_000_000.0
 HONEST = UserSettings(users=200, kinds=4)
 ATTACK = {"liars": 0.02, "cohort": 0.02}
-UNLIMITED = {"user_cap": 1.0, "cohort_cap": 1.0, "outlier_limit": 0.0}
+KTO = {
+    "surrogate": "kto", "advantage": "given", "aggregation": "seq_mean_token_mean",
+    "kto": {"beta": 0.5},
+}  # fmt: skip
+UNLIMITED: dict[str, Any] = {"user_cap": 1.0, "cohort_cap": 1.0, "outlier_limit": 0.0}
 
 
 @dataclass(frozen=True)
@@ -61,12 +69,12 @@ class LearnedPolicy:
         return self.last - self.first
 
 
-def config_of(**live: Any) -> RunConfig:
-    """The learner's configuration."""
+def config_of(loss: dict[str, Any] | None = None, **live: Any) -> RunConfig:
+    """The learner's configuration, with these values in its section."""
     values = {
         "name": "bandit",
         "rollout": {"group_size": GROUP, "max_tokens": 4},
-        "train": {"loss": {"advantage": "given"}},
+        "train": {"loss": loss or {"advantage": "given"}},
         "trust": {"rescore_share": 0.0},
         "live": {
             "rewards": {"accept": 0.75, "reject": -0.25, "kept_share": 0.5},
@@ -103,7 +111,8 @@ def learn(settings: UserSettings, config: RunConfig, *, seconds: int = SECONDS) 
         _put(bucket, second, rows, due)
         records.poll()
         while second % LEARN_EVERY_S == 0 and (answers := maker.prepare(now, GROUP)) is not None:
-            _step(logits, answers, records)
+            step = _kto_step if config.train.loss.traits.good_or_bad else _step
+            step(logits, answers, records, config.train.loss)
             version += 1
             trained += len(answers)
             of_attackers += sum(one.user in attackers for one in answers)
@@ -150,7 +159,12 @@ def _serve(
     return row, reports
 
 
-def _step(logits: NDArray[np.float64], answers: Sequence[LearnedAnswer], records: Any) -> None:
+def _step(
+    logits: NDArray[np.float64],
+    answers: Sequence[LearnedAnswer],
+    records: LiveRecords,
+    _loss: LossConfig,
+) -> None:
     """Takes one policy-gradient step with a group, with ratios to the drawing policy up to 2."""
     step = np.zeros_like(logits)
     for one in answers:
@@ -162,6 +176,35 @@ def _step(logits: NDArray[np.float64], answers: Sequence[LearnedAnswer], records
         direction[style] += 1.0
         step[kind] += one.advantage * one.weight * ratio * direction
     logits += LEARNING_RATE * step / len(answers) * len(logits)
+
+
+def _kto_step(
+    logits: NDArray[np.float64],
+    answers: Sequence[LearnedAnswer],
+    records: LiveRecords,
+    loss: LossConfig,
+) -> None:
+    """Takes one step of the trainer's own KTO with a group, against uniform answers."""
+    table = torch.tensor(logits, requires_grad=True)
+    captures = [records.answers[one.answer] for one in answers]
+    kinds = [int(capture.prompt_ids[0]) for capture in captures]
+    styles = torch.tensor([[int(capture.token_ids[0])] for capture in captures])
+    logprobs_NC = table[kinds].log_softmax(dim=1).gather(1, styles)
+    reference_NC = torch.full_like(logprobs_NC, -float(np.log(logits.shape[1]))).detach()
+    inputs = LossInputs(
+        logprobs_NC,
+        logprobs_NC.detach(),
+        torch.tensor([one.advantage * one.weight for one in answers], dtype=torch.float64),
+        torch.ones_like(logprobs_NC).detach(),
+        torch.arange(len(answers)),
+        reference_NC=reference_NC,
+        reference_point=max(0.0, float((logprobs_NC.detach() - reference_NC).mean())),
+    )
+    totals = Totals(tokens=float(len(answers)), sequences=len(answers), horizon=1)
+    policy_loss(loss, inputs, totals).loss.backward()  # type: ignore[no-untyped-call]
+    assert table.grad is not None
+    # The gradient of the loss is at most beta / 4 of a policy gradient's.
+    logits -= KTO_RATE * table.grad.numpy() * len(logits)
 
 
 def _put(bucket: Bucket, number: int, rows: list[Capture], reports: list[Feedback]) -> None:
@@ -188,13 +231,17 @@ def _pseudonym(name: str) -> str:
 def measure(options: Options) -> Measured:
     """Measures the key."""
     capped, unlimited = config_of(), config_of(**UNLIMITED)
-    found: dict[str, list[LearnedPolicy]] = {"honest": [], "attacked": [], "unlimited": []}
+    kto = config_of(KTO, baseline="sign")
+    found: dict[str, list[LearnedPolicy]] = {
+        name: [] for name in ("honest", "attacked", "unlimited", "honest_kto")
+    }
     for seed in range(options.seed, options.seed + SEEDS):
         honest = msgspec.structs.replace(HONEST, seed=seed)
         attacked = msgspec.structs.replace(honest, **ATTACK)
         found["honest"].append(learn(honest, capped))
         found["attacked"].append(learn(attacked, capped))
         found["unlimited"].append(learn(attacked, unlimited))
+        found["honest_kto"].append(learn(honest, kto))
     gains = {name: sum(one.gain for one in runs) for name, runs in found.items()}
     details: dict[str, Any] = {
         name: {

@@ -287,6 +287,7 @@ TOGETHER = {
     *("train.adapter.modules_to_save", "train.adapter.use_rslora", "train.adapters"),
     *(f"train.{key}" for key in ("replicate", "tensor_parallel", "expert_parallel")),
     "train.loss.ratio_base",
+    *(f"train.loss.kto.{key}" for key in ("beta", "desirable_weight", "undesirable_weight")),
     *(f"train.schedule.{key}" for key in ("kind", "steps", "decay_steps", "floor")),
     *(
         "evaluate.budgets",
@@ -493,6 +494,7 @@ def test_a_file_without_a_model(tmp_path):
         load_config(path)
 
 
+KTO = {"surrogate": "kto", "advantage": "given", "aggregation": "seq_mean_token_mean"}
 CONTRADICTIONS = {
     "twice": ({"corrections": [{}]}, 2, "again"),
     "twice, bounded": ({"surrogate": "cispo", "corrections": [{"action": "mask"}]}, 0, "again"),
@@ -511,6 +513,16 @@ CONTRADICTIONS = {
     "negative ratio": ({"clip_low": 1.5}, 2, "below 0"),
     "bounds of none": ({"surrogate": "reinforce", "clip_high": 0.2}, 0, "has no bounds"),
     "unknown": ({"surrogate": "gpso"}, 0, "there is no surrogate 'gpso'"),
+    "KTO of advantages": ({**KTO, "advantage": "group_std"}, 0, "good answers from bad ones"),
+    "KTO by length": ({**KTO, "aggregation": "token_mean"}, 0, "a loss of whole answers"),
+    "KTO, weighted": ({**KTO, "corrections": [{}]}, 0, "takes answers of any policy"),
+    "KTO, bounded": ({**KTO, "clip_low": 0.1}, 0, "has no bounds"),
+    "KTO of nothing": (
+        {**KTO, "kto": {"desirable_weight": 0.0, "undesirable_weight": 0.0}},
+        0,
+        "nothing is trained on",
+    ),
+    "settings of KTO": ({"kto": {"beta": 0.5}}, 0, "has no effect on ppo"),
 }
 SENSIBLE = {
     "TIS": ({"ratio_base": "old", "corrections": [{}]}, 8),
@@ -526,6 +538,8 @@ SENSIBLE = {
     "one step old": ({"ratio_base": "old"}, 1),
     "truncated REINFORCE": ({"surrogate": "reinforce", "corrections": [{"high": 1.02}]}, 8),
     "CISPO, free below": ({"surrogate": "cispo", "clip_low": 2.0}, 4),
+    "KTO of old answers": ({**KTO, "kto": {"beta": 0.5, "undesirable_weight": 2.0}}, 100),
+    "KTO, rejecting": ({**KTO, "corrections": [{"action": "mask", "weigh": False}]}, 100),
 }
 
 
@@ -543,6 +557,34 @@ def test_losses_that_make_no_sense_are_refused_with_the_reason(name):
 def test_losses_that_make_sense_are_taken(name):
     loss, staleness = SENSIBLE[name]
     parse_config({**SMALLEST, "train": {"max_staleness": staleness, "loss": loss}}, source="here")
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"live": {"baseline": "sign"}}, "live.baseline sign leaves ppo without a baseline"),
+        (
+            {"train": {"loss": KTO}, "rollout": {"max_turns": 2, "reuse": {"episodes": 2}}},
+            "takes whole answers, and some share tokens",
+        ),
+        ({"train": {"loss": KTO}, "retain": {"versions": 9}}, "would delete version 0"),
+        ({"train": {"loss": KTO}, "reference": {"mode": "adapter_off"}}, "needs an adapter"),
+        ({"train": {"loss": {**KTO, "policy_coefficient": 0.0}}}, "nothing to train on"),
+    ],
+)
+def test_kto_needs_good_and_bad_answers_whole_and_a_reference(sections, reason):
+    with pytest.raises(InputError, match=reason) as caught:
+        parse_config({**SMALLEST, **sections}, source="here")
+    assert caught.value.hint
+
+
+def test_kto_has_a_reference_without_a_penalty():
+    raw = {**SMALLEST, "train": {"loss": KTO}, "live": {"baseline": "sign"}}
+    assert parse_config(raw, source="here").reference_mode == "sleeping"
+    raw["train"] |= {"adapter": {"kind": "lora"}}
+    assert parse_config(raw, source="here").reference_mode == "adapter_off"
+    raw["reference"] = {"mode": "process"}
+    assert parse_config(raw, source="here").reference_mode == "process"
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,9 @@ class LiveConfig(Section, frozen=True, kw_only=True):
     such answers are not trained on."""
     reward_function: Annotated[str, Meta(pattern=_NAME)] = ""
     """``module:function`` on the learner's machine, instead of weights."""
-    baseline: Literal["batch", "value_tracker", "learned"] = "batch"
-    """The baseline: subtracted from a reward before the batch is normalized."""
+    baseline: Literal["batch", "value_tracker", "learned", "sign"] = "batch"
+    """The baseline: subtracted from a reward before the batch is normalized. ``sign`` subtracts
+    none: it gives 1 for a reward above 0 and -1 below, for ``train.loss.surrogate = "kto"``."""
     window_s: Positive = 86_400.0
     """Wait this long for feedback about an answer."""
     settle_s: Positive = 60.0

@@ -37,7 +37,9 @@ class SurrogateTraits(NamedTuple):
     """A registered surrogate: the place of its function, and facts that the configuration checks.
 
     ``clip`` holds the default bounds, None if it takes none; ``ratio`` says that it uses a ratio of
-    probabilities; ``positive_low`` that 1 − clip_low must not be negative.
+    probabilities; ``positive_low`` that 1 − clip_low must not be negative. ``good_or_bad`` says
+    that it takes whole answers, each good or bad by the sign of what it was given, from any policy,
+    and holds them against the reference.
 
     Example::
 
@@ -49,6 +51,7 @@ class SurrogateTraits(NamedTuple):
     ratio: bool = True
     dual_clip: bool = False
     positive_low: bool = False
+    good_or_bad: bool = False
 
 
 SURROGATES = {
@@ -62,6 +65,7 @@ SURROGATES = {
         "deltawire.train.loss.importance_sampling:importance_sampling"
     ),
     "reinforce": SurrogateTraits("deltawire.train.loss.reinforce:reinforce", ratio=False),
+    "kto": SurrogateTraits("deltawire.train.loss.kto:kto", ratio=False, good_or_bad=True),
 }
 """The surrogates that ``train.loss.surrogate`` may name: one line each, and one module each."""
 
@@ -109,6 +113,33 @@ class LengthTerm(Section, frozen=True, kw_only=True):
         return None
 
 
+class KtoConfig(Section, frozen=True, kw_only=True):
+    """The settings of the surrogate ``kto`` (`deltawire.train.loss.kto`).
+
+    With unequal numbers of good and bad answers, set the weights so that desirable_weight · good
+    is 1 to 4/3 times undesirable_weight · bad (Ethayarajh et al. 2024, section 4.3).
+
+    Example::
+
+        [train.loss]
+        surrogate = "kto"
+        advantage = "given"
+        aggregation = "seq_mean_token_mean"
+
+        [train.loss.kto]
+        beta = 0.1
+        desirable_weight = 1.0
+        undesirable_weight = 0.5
+    """
+
+    beta: Positive = 0.1
+    """How fast the value of an answer saturates as it moves away from the reference, per nat."""
+    desirable_weight: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    """The weight of answers whose given value is above 0."""
+    undesirable_weight: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    """The weight of answers whose given value is below 0."""
+
+
 class LossConfig(Section, frozen=True, kw_only=True):
     """The parts of the loss, each by name (`deltawire.train.loss`).
 
@@ -134,6 +165,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
     dual_clip: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     """The dual clip's c, above 1; 0 is off. ``ppo`` only, and `DUAL_CLIP` if left out: without it
     one forged log-probability of a bad answer outweighs a whole step."""
+    kto: KtoConfig = KtoConfig()
     corrections: list[CorrectionConfig] = []
     aggregation: Literal["token_mean", "seq_mean_token_mean", "dr_grpo"] = "token_mean"
     horizon: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
@@ -156,6 +188,11 @@ class LossConfig(Section, frozen=True, kw_only=True):
     def traits(self) -> SurrogateTraits:
         """The facts about the surrogate."""
         return SURROGATES.get(self.surrogate, SurrogateTraits(self.surrogate, OWN_BOUNDS))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Returns whether the loss compares the policy with the reference."""
+        return self.kl != "none" or self.traits.good_or_bad
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
@@ -185,6 +222,8 @@ class LossConfig(Section, frozen=True, kw_only=True):
         traits = self.traits
         weighing = [c for c in self.corrections if c.weigh]
         ratio = traits.ratio
+        if found := self._good_or_bad_fault():
+            return found
         if self.ratio_base == "rollout" and weighing and ratio:
             reason = (
                 "ratio_base = rollout already divides by the sampler's probability, and a "
@@ -207,6 +246,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
                     'set action = "mask"'
                 )
         corrected = bool(self.corrections) or (self.ratio_base == "rollout" and ratio)
+        corrected = corrected or traits.good_or_bad  # It takes the answers of any policy.
         if largest_age > UNCORRECTED_STALENESS and not corrected:
             reason = f"groups up to {largest_age} versions old would be trained on uncorrected"
             ways = ['set ratio_base = "rollout"'] if ratio else []
@@ -219,6 +259,26 @@ class LossConfig(Section, frozen=True, kw_only=True):
             return reason, "leave out clip_low and clip_high"
         if traits.positive_low and self.clip_bounds[0] > 1:
             return "1 - clip_low would be a ratio below 0", "set clip_low within 0 and 1"
+        return None
+
+    def _good_or_bad_fault(self) -> tuple[str, str] | None:
+        """Finds settings that contradict a loss of good and bad answers, or set one without it."""
+        name = self.surrogate
+        if not self.traits.good_or_bad:
+            if self.kto != KtoConfig():
+                return f"[train.loss.kto] has no effect on {name}", 'set surrogate = "kto"'
+            return None
+        if self.advantage != "given":
+            reason = f"{name} tells good answers from bad ones by the sign of what they were given"
+            return reason, 'set advantage = "given"'
+        if self.aggregation != "seq_mean_token_mean":
+            reason = f"{name} is a loss of whole answers, and {self.aggregation} weighs by length"
+            return reason, 'set aggregation = "seq_mean_token_mean"'
+        if any(correction.weigh for correction in self.corrections):
+            reason = f"{name} takes answers of any policy, and a correction would weigh their parts"
+            return reason, "set weigh = false to reject answers, or leave out corrections"
+        if not self.kto.desirable_weight and not self.kto.undesirable_weight:
+            return "both weights of train.loss.kto are 0: nothing is trained on", "raise one"
         return None
 
 

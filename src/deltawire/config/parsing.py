@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from deltawire.config.base import QUANTIZED, Section
+from deltawire.config.reuse import sharing_of
 from deltawire.config.scaffold import BUILT_IN_SCAFFOLDS, turn_limit
 from deltawire.config.sections import RunConfig
 from deltawire.config.served import published, samples_quantized, served_exporter
@@ -108,8 +109,8 @@ def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
         raise InputError(f"{source}: {found[0]}", hint=found[1])
     if config.retain.versions and config.reference_mode != "none" and not config.reference.model:
         raise InputError(
-            f"{source}: retain.versions would delete version 0, the reference of train.loss.kl",
-            hint='set retain.versions = 0, or train.loss.kl = "none"',
+            f"{source}: retain.versions would delete version 0, the reference of train.loss",
+            hint="set retain.versions = 0, or a loss without a reference",
         )
     truncated = (rollout.top_p, rollout.top_k, rollout.min_p) != (1.0, 0, 0.0)
     if rollout.engine == "vllm" and truncated and rollout.temperature != 1.0:
@@ -163,6 +164,13 @@ def _sharing_fault(config: RunConfig) -> tuple[str, str] | None:
             'train.loss.advantage = "budget_relative" compares answers after parts of a thought'
         )
         return reason, 'set rollout.thinking.per = "prefix"'
+    loss = config.train.loss
+    if loss.traits.good_or_bad and sharing_of(rollout) > 1:
+        reason = f"train.loss.surrogate {loss.surrogate} takes whole answers, and some share tokens"
+        return reason, "leave out rollout.reuse and rollout.thinking.per"
+    if config.live.baseline == "sign" and not loss.traits.good_or_bad:
+        reason = f"live.baseline sign leaves {loss.surrogate} without a baseline"
+        return reason, 'set train.loss.surrogate = "kto", or another live.baseline'
     return None
 
 
@@ -346,14 +354,13 @@ def _lines_fault(config: RunConfig) -> tuple[str, str] | None:
 def _reference_fault(config: RunConfig) -> tuple[str, str] | None:
     """Finds a contradiction between the loss and the reference: the reason and what to do."""
     loss, reference = config.train.loss, config.reference
-    if loss.kl == "none":
-        if reference.mode != "auto" or reference.model:
-            return "[reference] has no effect without a penalty", "set train.loss.kl"
-        if not loss.policy_coefficient:
-            return (
-                "train.loss.policy_coefficient = 0 without a penalty leaves nothing to train on",
-                "set train.loss.kl, to distill",
-            )
+    if not loss.needs_reference and (reference.mode != "auto" or reference.model):
+        return "[reference] has no effect without a penalty", "set train.loss.kl"
+    if loss.kl == "none" and not loss.policy_coefficient:
+        return (
+            "train.loss.policy_coefficient = 0 without a penalty leaves nothing to train on",
+            "set train.loss.kl, to distill",
+        )
     if reference.mode == "adapter_off":
         if config.train.adapter.kind == "none":
             return "reference.mode adapter_off needs an adapter", "set train.adapter.kind"

@@ -581,8 +581,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     @property
     def reference_mode(self) -> Literal["none", "adapter_off", "sleeping", "process"]:
-        """Return where the reference computes; ``none`` without a KL penalty."""
-        if self.train.loss.kl == "none":
+        """Return where the reference computes; ``none`` for a loss that needs none."""
+        if not self.train.loss.needs_reference:
             return "none"
         if self.reference.mode != "auto":
             return self.reference.mode

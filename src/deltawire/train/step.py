@@ -34,6 +34,7 @@ from deltawire.train.batch import TokenBatch, collate
 from deltawire.train.budget import Member, divide
 from deltawire.train.head import TokenTerms
 from deltawire.train.loss import ADVANTAGES, LossInputs, PolicyLoss, Totals, policy_loss
+from deltawire.train.loss.inputs import sequence_sums
 from deltawire.train.loss.lengths import with_length_terms
 from deltawire.train.loss.shared_tokens import (
     Spans,
@@ -88,15 +89,18 @@ def train_step(
     """Runs one training step on these groups, in this order.
 
     The same inputs and the same number of threads give the same bits. ``parts`` are the numbers of
-    consecutive groups that are one prompt's (`prompts_of`). ``reference`` is that
-    of ``train.loss.kl``, None without a penalty. ``version`` is the one that the masters
+    consecutive groups that are one prompt's (`prompts_of`). ``reference`` is that of the loss, None
+    if it needs none. ``version`` is the one that the masters
     hold; the count of their steps without it. If parity stops the step, only the gradients have
     changed.
     """
     step = _TrainingStep.of(masters, groups, config, reference, version, parts)
     with deterministic():
-        if len(step.minibatches) > 1:
+        judged = config.train.loss.traits.good_or_bad
+        if len(step.minibatches) > 1 or judged:
             step.compute_old()
+        if judged:
+            step.compute_reference_point()
         for minibatch in step.minibatches:
             if step.parity is None or not step.parity.stopped:
                 step.optimize(minibatch)
@@ -191,6 +195,7 @@ def batch_loss(
     old_NC: Tensor | None = None,
     reference_NC: Tensor | None = None,
     entropy_NC: Tensor | None = None,
+    reference_point: float | None = None,
     spans: Mapping[tuple[int, int], Sequence[TokenSpan]] = NO_SPANS,
 ) -> PolicyLoss:
     """One micro-batch's part of the loss; ``keep_N`` is 0 for trajectories that do not count."""
@@ -212,6 +217,7 @@ def batch_loss(
         entropy_NC=entropy_NC,
         keep_N=keep_N,
         advantages_NC=_spread(batch, advantages_N, spans),
+        reference_point=reference_point,
     )
     return policy_loss(config.train.loss, inputs, totals)
 
@@ -235,7 +241,8 @@ class _Minibatch:
 
     ``idle`` are passes without a part in the loss. ``members`` are the rows of each rank.
     ``before`` holds, once there are several optimizer steps, each micro-batch's log-probabilities
-    before the first, and the rows that count.
+    before the first, and the rows that count. ``references`` holds the reference's, where they are
+    needed before the loss.
     """
 
     batches: list[TokenBatch]
@@ -243,6 +250,7 @@ class _Minibatch:
     totals: Totals
     members: list[list[Member]]
     before: list[tuple[Tensor, Tensor]]
+    references: list[Tensor | None]
 
 
 class _TrainingStep:
@@ -269,6 +277,7 @@ class _TrainingStep:
         self.spans = spans
         self.replay: RouteReplay | None = replay_of(masters.model, config.parity)
         self.parity: BatchParity | None = None
+        self.reference_point: float | None = None
         self.parts: list[tuple[PolicyLoss, Totals]] = []
         self.norms: list[float] = []
         self.entropy = 0.0
@@ -312,6 +321,7 @@ class _TrainingStep:
                     totals_of([groups[n] for n in numbers], config),
                     [[member for members in rank for member in members] for rank in divided],
                     [],
+                    [],
                 )
             )
         return cls(
@@ -335,13 +345,38 @@ class _TrainingStep:
                     pass
         self.parity = self._judged()
 
+    def compute_reference_point(self) -> None:
+        """Computes the mean of Σ log π − log reference over the step's sequences, at least 0.
+
+        That is the point z of ``kto``: KL(π ‖ reference), which is never below 0. The paper
+        (Ethayarajh et al. 2024, section 4.1) estimates it by answers to other prompts, because its
+        data was not drawn by π. Here the sampler drew all answers, so their mean estimates it, for
+        the versions that drew them, without a further pass. It has no gradient.
+        """
+        total, count = 0.0, 0
+        for minibatch in self.minibatches:
+            for batch, (before_NC, _) in zip(minibatch.batches, minibatch.before, strict=True):
+                reference_NC = self._reference(batch)
+                minibatch.references.append(reference_NC)
+                if reference_NC is None:  # The loss says what is missing.
+                    continue
+                sums_S = sequence_sums(
+                    before_NC - reference_NC, batch.loss_mask_NC, batch.episodes_N
+                )
+                total, count = total + float(sums_S.double().sum()), count + len(sums_S)
+            for batch in minibatch.idle:
+                self._reference(batch)
+        total, count = self.masters.mesh.sum_data([total, count]).tolist()
+        self.reference_point = max(0.0, total / max(count, 1))
+
     def optimize(self, minibatch: _Minibatch) -> None:
         """Computes the gradients of a minibatch and takes an optimizer step, unless parity
         stops.
         """
         for number, batch in enumerate(minibatch.batches):
             # Before the policy's pass: they may share the model.
-            reference_NC = self._reference(batch)
+            known = minibatch.references
+            reference_NC = known[number] if known else self._reference(batch)
             if minibatch.before:
                 old_NC, keep_N = minibatch.before[number]
                 with self.policy.terms(batch, self.replay) as terms:
@@ -351,7 +386,8 @@ class _TrainingStep:
                     keep_N = self._measure(batch, terms)
                     self._backward(minibatch, batch, terms, keep_N, None, reference_NC)
         for batch in minibatch.idle:
-            self._reference(batch)
+            if self.reference_point is None:
+                self._reference(batch)
             with self.policy.terms(batch) as terms:
                 (terms.logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
         if self.parity is None:
@@ -396,6 +432,7 @@ class _TrainingStep:
             old_NC=old_NC,
             reference_NC=reference_NC,
             entropy_NC=terms.entropies,
+            reference_point=self.reference_point,
             spans=self.spans,
         )
         part.loss.backward()  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ itself, or one of the whole batch:
 - `ValueTracker`: a running value for each task, as in SPO (Xu et al. 2025, section 3.1), whose
   forgetting follows the KL divergence of the policies. The learner does not know that; here
   evidence halves every ``half_life`` versions instead.
+- `signs`: no baseline, for a loss that only asks whether an answer was good or bad.
 - `LearnedBaseline`: ridge regression on hashed features of the request.
 
 All take weights, which are those of `deltawire.live.learning.influence`.
@@ -61,6 +62,12 @@ def batch_normalized(
     centred = rewards_E - (weights_E * rewards_E).sum() / total
     std = np.sqrt((weights_E * centred**2).sum() / total)
     return np.asarray(np.clip(centred / (std + EPSILON), -LARGEST, LARGEST), np.float64)
+
+
+def signs(rewards_E: NDArray[np.float64]) -> NDArray[np.float64]:
+    """1 for a reward above 0, −1 below, and 0: float64[E]. For KTO, which takes good and bad
+    answers (`deltawire.train.loss.kto`)."""
+    return np.asarray(np.sign(rewards_E), np.float64)
 
 
 class ValueTracker:

@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 
 from deltawire.config import RunConfig
 from deltawire.config.live import DEFAULT_REWARDS
-from deltawire.live.learning.advantages import Baseline, LearnedBaseline, ValueTracker, advantages
+from deltawire.live.learning.advantages import (
+    Baseline,
+    LearnedBaseline,
+    ValueTracker,
+    advantages,
+    signs,
+)
 from deltawire.live.learning.influence import (
     age_weights,
     cap_weights,
@@ -84,8 +90,9 @@ class GroupMaker:
 
     ``claimed`` are the answers of lineages. ``delays`` is the last fit, and ``states`` counts the
     answers of the last `prepare` by state: those of the join window, and ``unusable``, ``expired``
-    (older than ``max_age_s``), ``late`` (reports about answers that were trained on already) and
-    ``quarantined`` (matured answers of the users and cohorts that are ``quarantined``).
+    (older than ``max_age_s``), ``late`` (reports about answers that were trained on already),
+    ``quarantined`` (matured answers of the users and cohorts that are ``quarantined``) and
+    ``neutral`` (matured answers of reward 0, with the baseline ``sign``).
     """
 
     config: RunConfig
@@ -186,7 +193,9 @@ class GroupMaker:
         chosen: list[MaturedAnswer] = []
         taken: Counter[str] = Counter()
         for one in self.matured(now):
-            if taken[one.capture.user] < most:
+            if live.baseline == "sign" and not one.reward:
+                self.states["neutral"] += 1
+            elif taken[one.capture.user] < most:
                 taken[one.capture.user] += 1
                 chosen.append(one)
                 if len(chosen) == count:
@@ -204,7 +213,10 @@ class GroupMaker:
             return None
         rewards_E = np.array([one.reward for one in chosen])
         versions = [one.version for one in chosen]
-        advantages_E = advantages(self._baseline, chosen, rewards_E, weights_E, versions)
+        if live.baseline == "sign":
+            advantages_E = signs(rewards_E)
+        else:
+            advantages_E = advantages(self._baseline, chosen, rewards_E, weights_E, versions)
         self.claimed |= {one.capture.answer for one in chosen}
         return [
             LearnedAnswer(

@@ -172,6 +172,9 @@ def check_learnable(config: RunConfig, url: str) -> None:
     if config.train.loss.advantage != "given":
         reason = "a learner's groups state advantages, and train.loss.advantage would change them"
         raise InputError(reason, hint=hint, run=url)
+    if config.train.loss.traits.good_or_bad and config.live.baseline != "sign":
+        reason = f"{config.train.loss.surrogate} needs good and bad answers, not advantages"
+        raise InputError(reason, hint='set live.baseline = "sign"', run=url)
     if config.trust.rescore_share:
         reason = "trust.rescore_share would compute the rewards of users again and find no task"
         raise InputError(reason, hint=hint, run=url)

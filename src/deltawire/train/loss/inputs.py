@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from deltawire.config import KtoConfig
+
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to ± this value. Beyond it exp() overflows into gradients that are not
 numbers, and every bound in use has long been passed."""
@@ -27,6 +29,8 @@ class LossInputs:
     ``reference_NC`` are those of the reference, None without a KL penalty. ``entropy_NC`` is the
     entropy of the policy at each token, in nats, with a gradient if there is a bonus for it.
     ``advantages_NC`` are those of single tokens, None if all of a row have ``advantages_N``.
+    ``reference_point`` is the mean distance of a step's sequences to the reference, in nats, which
+    ``kto`` compares each with; ``kto`` are its settings.
     ``mask_NC`` is 1 where the model drew the token. ``sequences_N`` numbers each row's sequence
     from 0. ``keep_N`` is 0 for rows that something else rejected; they stay in the denominators.
 
@@ -47,6 +51,8 @@ class LossInputs:
     keep_N: Tensor | None = None
     ratio_base: Literal["old", "rollout"] = "rollout"
     advantages_NC: Tensor | None = None
+    reference_point: float | None = None
+    kto: KtoConfig | None = None
 
     @property
     def advantages(self) -> Tensor:

@@ -88,11 +88,22 @@ def policy_loss(config: LossConfig, inputs: LossInputs, totals: Totals) -> Polic
     """Σ over tokens of aggregation weight · correction weight · surrogate, plus the penalty, minus
     the entropy bonus.
 
-    The base is the one that ``config`` names. Raises `InputError` if a penalty or a bonus is
-    configured and ``inputs`` holds no reference log-probabilities or entropies, and for a custom
-    surrogate that cannot be used.
+    The base is the one that ``config`` names. Raises `InputError` if the loss needs a reference's
+    log-probabilities, its reference point or entropies that ``inputs`` does not hold, and for a
+    custom surrogate that cannot be used.
     """
-    inputs = replace(inputs, ratio_base=config.ratio_base)
+    inputs = replace(inputs, ratio_base=config.ratio_base, kto=config.kto)
+    if config.needs_reference and inputs.reference_NC is None:
+        key = f"kl = {config.kl}" if config.kl != "none" else f"surrogate = {config.surrogate}"
+        raise InputError(
+            f"train.loss.{key} needs the log-probabilities of a reference",
+            hint="pass reference_NC, or choose a loss without a reference",
+        )
+    if config.traits.good_or_bad and inputs.reference_point is None:
+        raise InputError(
+            f"train.loss.surrogate = {config.surrogate} needs the mean distance to the reference",
+            hint="pass reference_point, which is that of all sequences of a step",
+        )
     surrogate = _token_losses(config, inputs)
     weights = correction_weights(inputs, config.corrections)
     mask = inputs.mask_NC
@@ -101,11 +112,7 @@ def policy_loss(config: LossConfig, inputs: LossInputs, totals: Totals) -> Polic
     loss = config.policy_coefficient * (surrogate.losses_NC * weights * kept * per_token).sum()
     kl = 0.0
     if config.kl != "none":
-        if inputs.reference_NC is None:
-            raise InputError(
-                f"train.loss.kl = {config.kl} needs the log-probabilities of a reference",
-                hint='pass reference_NC, or set train.loss.kl = "none"',
-            )
+        assert inputs.reference_NC is not None
         penalty = PENALTIES[config.kl](inputs.logprobs_NC, inputs.reference_NC)
         loss = loss + config.kl_coefficient * (penalty * kept * per_token).sum()
         kl = float((penalty.detach() * kept).sum()) / totals.tokens

@@ -35,6 +35,15 @@ def bucket():
     return open_bucket("memory://")
 
 
+KTO = {"surrogate": "kto", "advantage": "given", "aggregation": "seq_mean_token_mean"}
+
+
+def kto_config(**live):
+    """A learner's configuration for KTO, with these values in its section."""
+    live = {**LIVE["live"], "baseline": "sign", **live}
+    return parse_config({**LIVE, "train": {"loss": KTO}, "live": live}, source="test")
+
+
 def maker_of(bucket, config):
     records = LiveRecords(bucket)
     records.poll()
@@ -149,6 +158,27 @@ def test_a_group_holds_each_answer_with_its_prompt_and_advantage(bucket, baselin
     assert given.tolist() == [0.5, -1.0]
 
 
+def test_a_group_for_kto_holds_the_sign_of_each_reward_and_no_neutral_answer(bucket):
+    values = {1: ("accept", 1.0), 2: ("reject", 1.0), 3: ("score", 5.0), 4: ("accept", 0.4)}
+    values |= {5: ("reject", 0.2), 6: ("accept", 0.0)}
+    put_rows(bucket, 0, [answer(n) for n in values], [report(n, *one) for n, one in values.items()])
+    config = kto_config()
+    maker = maker_of(bucket, config)
+    assert LiveGroups(bucket, "live", maker, first=0).store("n0", NOW + 100)
+    group, _ = read_group(bucket, "live", 0, bounds=Bounds.of(config, 256))
+    assert [t.reward for t in group.trajectories] == [1.0, -1.0, 1.0, -1.0]
+    (lineage,) = read_lineages(bucket)
+    assert [int(one.answer, 16) for one in lineage.answers] == [1, 2, 4, 5]
+    assert [one.reward for one in lineage.answers] == pytest.approx([0.75, -0.25, 0.3, -0.05])
+
+
+def test_kto_without_signs_is_refused():
+    check_learnable(kto_config(), "url")
+    with pytest.raises(InputError, match="kto needs good and bad answers, not advantages") as error:
+        check_learnable(kto_config(baseline="batch"), "url")
+    assert 'live.baseline = "sign"' in error.value.hint
+
+
 def test_a_run_that_would_misread_the_groups_is_refused():
     check_learnable(config_of(), "url")
     for section in ("train", "trust"):
@@ -157,17 +187,20 @@ def test_a_run_that_would_misread_the_groups_is_refused():
             check_learnable(config, "url")
 
 
-def test_a_trainer_consumes_what_a_learner_made(tmp_path):
+@pytest.mark.parametrize("loss", [{"advantage": "given"}, KTO], ids=["ppo", "kto"])
+def test_a_trainer_consumes_what_a_learner_made(tmp_path, loss):
     train = {
         "versions": 2, "groups_per_step": 1, "max_staleness": 100,
-        "optimizer": {"learning_rate": 1e-2}, "loss": {"advantage": "given"},
+        "optimizer": {"learning_rate": 1e-2}, "loss": loss,
     }  # fmt: skip
-    sections = {"rollout": LIVE["rollout"], "live": LIVE["live"]}
+    live = {**LIVE["live"], "rewards": {"accept": 2.0, "score": -1.0}}
+    live["baseline"] = "sign" if loss is KTO else "batch"
+    sections = {"rollout": LIVE["rollout"], "live": live}
     bucket = start_with_groups(tmp_path, groups=0, train=train, **sections)
     bucket.put(keys.challenge("live"), encode_json(Challenge(worker="live", secret=SECRET)))
     put_rows(
         bucket, 0, [answer(n) for n in range(1, 10)],
-        [report(n, value=float(n % 2)) for n in range(1, 10)],
+        [report(n, "accept" if n % 2 else "score") for n in range(1, 10)],
     )  # fmt: skip
     run, config = open_run(bucket)
     groups = LiveGroups(bucket, "live", maker_of(bucket, config), first=0)
