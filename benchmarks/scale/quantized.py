@@ -22,7 +22,7 @@ from benchmarks.training.keys import Measured, Options
 from benchmarks.training.seeded_groups import seeded_group
 from deltawire import codec
 from deltawire.config import BuildConfig, RunConfig, parse_config
-from deltawire.export.quantized import SCHEMES
+from deltawire.config.exporters import quantizing
 from deltawire.export.source import WeightSource, open_source
 from deltawire.train.build import build_model
 from deltawire.train.masters import MasterWeights
@@ -52,7 +52,7 @@ def _after_a_step(rate: float, seed: int) -> dict[str, dict[str, Any]]:
     masters = MasterWeights(model, config.train)
     for step in range(SETTLE):
         _step(masters, config, seed, step)
-    sources = {name: open_source(name, model) for name in ("bf16", *SCHEMES)}
+    sources = {name: open_source(name, model) for name in ("bf16", *quantizing())}
     before = {name: _held(source) for name, source in sources.items()}
     _step(masters, config, seed, SETTLE)
     return {name: _row(before[name], _held(source)) for name, source in sources.items()}

@@ -14,9 +14,6 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 OwnDevice = Annotated[str, Meta(pattern=r"^(|auto|cpu|mps|cuda(:[0-9]{1,3})?)\Z")]
 ExporterName = Annotated[str, Meta(pattern=r"^[a-z0-9_-]{1,64}\Z")]
 
-QUANTIZED = ("fp8-block", "fp8-block-ct", "fp8-block-f32", "fp8-block-f32-ct", "int4-g32", "mxfp4")
-"""The exporters that quantize."""
-
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """A table of the file."""

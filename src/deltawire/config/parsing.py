@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from deltawire.config.base import QUANTIZED, Section
+from deltawire.config.base import Section
+from deltawire.config.exporters import quantizing, scheme_of
 from deltawire.config.reuse import sharing_of
 from deltawire.config.scaffold import BUILT_IN_SCAFFOLDS, turn_limit
 from deltawire.config.sections import RunConfig
@@ -317,11 +318,11 @@ def _publications_fault(config: RunConfig) -> tuple[str, str] | None:
     """Finds a setting that contradicts publishing in several precisions: the reason and what to
     do."""
     train, served = config.train, config.rollout.weights
-    known = ", ".join(QUANTIZED)
+    known = ", ".join(quantizing())
     for number, name in enumerate(train.also_publish):
         if name in (train.exporter, *train.also_publish[:number]):
             return f"train.also_publish names {name} twice", "name each exporter once"
-        if name not in QUANTIZED:
+        if scheme_of(name) is None:
             return f"train.also_publish: {name} does not quantize", f"name any of {known}"
     if train.also_publish and train.exporter != "bf16":
         reason = f"train.also_publish quantizes bf16, and train.exporter is {train.exporter}"

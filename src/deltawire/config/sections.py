@@ -253,7 +253,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """Optimizer steps of a version, each on an equal share of its groups. With several, ``old`` is
     the policy before the first of them."""
     exporter: ExporterName = "bf16"
-    """The registered name in `deltawire.export.source` of the exporter of the model's weights."""
+    """The exporter of the model's weights, by its name in `deltawire.config.exporters`."""
     also_publish: list[ExporterName] = []
     """Exporters that quantize, by which each version is published too, in a line for each."""
     anchor_every: Count = 50

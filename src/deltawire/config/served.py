@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from deltawire.config.base import QUANTIZED
+from deltawire.config.exporters import is_exact, scheme_of
 from deltawire.config.sections import ParityConfig, RunConfig, TrainConfig, WarnLimits
-
-EXACT = ("bf16", "f32")
-"""Exporters that publish the values that the trainer computes with."""
 
 ROUNDED_K3 = 1e-2
 """The default of ``parity.warn.k3`` where the sampler's weights are rounded once more."""
@@ -69,13 +66,13 @@ def served_exporter(config: RunConfig) -> str:
 
 def samples_quantized(config: RunConfig) -> bool:
     """Returns whether workers compute with quantized weights, which the trainer does not."""
-    return served_exporter(config) in QUANTIZED
+    return scheme_of(served_exporter(config)) is not None
 
 
 def served_precision(config: RunConfig) -> ServedPrecision:
     """Returns what a run's sampler serves, by its configuration."""
     exporter = served_exporter(config)
-    same = exporter in EXACT
+    same = is_exact(exporter)
     return ServedPrecision(
         trainer=config.train.compute,
         sampler=config.rollout.precision,
@@ -92,7 +89,7 @@ def judged_parity(config: RunConfig) -> ParityConfig:
     A quantized sampler is compared with the values that it holds, so its limits stay: tokens are
     scored again with those, and the trainer's own scores count as drift.
     """
-    warn, exact = config.parity.warn, served_exporter(config) in EXACT
+    warn, exact = config.parity.warn, is_exact(served_exporter(config))
     if exact or samples_quantized(config) or warn.k3 != WarnLimits().k3:
         return config.parity
     loose = msgspec.structs.replace(warn, k3=ROUNDED_K3)

@@ -18,15 +18,14 @@ continues from a checkpoint, and version 0 has one too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from deltawire.config.exporters import Scheme, scheme_of
 from deltawire.errors import InputError
 from deltawire.export.cast import CastWeights, cast, restore_part
 from deltawire.export.matrices import QuantizedMatrix, find_matrices, unquantized_layers
@@ -45,44 +44,12 @@ from deltawire.quantization.linear import PackedWeight
 from deltawire.quantization.packing import pack_layers
 from deltawire.quantization.sticky import quantize_rows
 from deltawire.quantization.stored import (
-    StoredLayout,
     quantization_config,
     stored_names,
     stored_tensors,
 )
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import TensorSpec
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """A format of codes, the layout of its tensors in checkpoints, and how fp8 scales are chosen.
-
-    Example::
-
-        SCHEMES["fp8-block"].form.block  # (128, 128)
-    """
-
-    form_name: str
-    layout: StoredLayout = "compressed-tensors"
-    power_of_two: bool = False
-
-    @property
-    def form(self) -> PackedFormat:
-        """The packed format."""
-        return open_format(self.form_name)
-
-
-SCHEMES: Final = {
-    "fp8-block": Scheme("fp8-block", "deepseek", power_of_two=True),
-    "fp8-block-f32": Scheme("fp8-block", "deepseek"),
-    "fp8-block-ct": Scheme("fp8-block", power_of_two=True),
-    "fp8-block-f32-ct": Scheme("fp8-block"),
-    "int4-g32": Scheme("int4-g32"),
-    "mxfp4": Scheme("mxfp4"),
-}
-"""Schemes by the exporter's name. ``f32``: the scales of fp8 blocks are any float32, else powers of
-two. ``ct``: fp8 blocks are stored as compressed-tensors does, else as DeepSeek does."""
 
 
 class QuantizedWeights:
@@ -103,7 +70,7 @@ class QuantizedWeights:
 
     def __init__(self, model: nn.Module, *, scheme: Scheme) -> None:
         self.compute_dtype = torch.bfloat16
-        self._model, self._scheme, self._form = model, scheme, scheme.form
+        self._model, self._scheme, self._form = model, scheme, open_format(scheme.form_name)
         self._matrices = {one.name: one for one in find_matrices(model, self._form)}
         self._by_source: dict[str, list[QuantizedMatrix]] = {}
         for one in self._matrices.values():
@@ -358,14 +325,6 @@ def _write(
     local.copy_(values[rows[0] % form.block[0] :, left])
 
 
-fp8_block = partial(QuantizedWeights, scheme=SCHEMES["fp8-block"])
-fp8_block_f32 = partial(QuantizedWeights, scheme=SCHEMES["fp8-block-f32"])
-fp8_block_ct = partial(QuantizedWeights, scheme=SCHEMES["fp8-block-ct"])
-fp8_block_f32_ct = partial(QuantizedWeights, scheme=SCHEMES["fp8-block-f32-ct"])
-int4_g32 = partial(QuantizedWeights, scheme=SCHEMES["int4-g32"])
-mxfp4 = partial(QuantizedWeights, scheme=SCHEMES["mxfp4"])
-
-
 def serve_quantized(model: nn.Module, exporter_name: str) -> nn.Module:
     """Replaces the quantized layers of ``model`` by packed ones without values, in place, and
     publishes their codes and scales: the module then holds what the exporter publishes.
@@ -373,10 +332,11 @@ def serve_quantized(model: nn.Module, exporter_name: str) -> nn.Module:
     A packed layer computes with bf16(code · scale), dequantized in each pass. Returns the model as
     it is for an exporter that does not quantize.
     """
-    scheme = SCHEMES.get(exporter_name)
+    scheme = scheme_of(exporter_name)
     if scheme is None:
         return model
-    matrices = list(find_matrices(model, scheme.form))
+    form = open_format(scheme.form_name)
+    matrices = list(find_matrices(model, form))
     linear = [one.source.removesuffix(".weight") for one in matrices if one.index is None]
     pack_layers(model, scheme.form_name, linear)
     packed = {
@@ -390,14 +350,14 @@ def serve_quantized(model: nn.Module, exporter_name: str) -> nn.Module:
         found: dict[str, Tensor] = {}
         for one in matrices:
             weight: Any = model.get_submodule(one.source)
-            high = scheme.form.block[0]
+            high = form.block[0]
             parts = {
                 name: part[one.rows.start // (step := high if name == "scales" else 1) :][
                     : -(-one.shape[0] // step)
                 ]
                 for name, part in weight.parts(one.index).items()
             }
-            found |= stored_tensors(scheme.form, scheme.layout, one.name, parts)
+            found |= stored_tensors(form, scheme.layout, one.name, parts)
         return found
 
     publish_views(model, packed, views)

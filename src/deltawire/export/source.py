@@ -1,7 +1,8 @@
-"""Defines `WeightSource`, the tensors that a trainer publishes, and its registry.
+"""Defines `WeightSource`, the tensors that a trainer publishes, and opens those of an exporter.
 
-An exporter is one module in this folder and one line in `EXPORTERS`. It decides which tensors of a
-model are published, in which dtypes, and how a published version is read back into the model::
+An exporter is one module in this folder and one line in `deltawire.config.exporters`. It decides
+which tensors of a model are published, in which dtypes, and how a published version is read back
+into the model::
 
     trainer ── step ──▶ model ── tensors() ──▶ publisher ──▶ bucket
                           ▲                                     │
@@ -19,23 +20,10 @@ from torch import Tensor
 
 from deltawire import codec
 from deltawire.codec import Bits, Digest
+from deltawire.config.exporters import EXPORTERS
 from deltawire.errors import InputError
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import TensorSpec
-
-EXPORTERS = {
-    "bf16": "deltawire.export.cast:bf16",
-    "f32": "deltawire.export.cast:f32",
-    "merged": "deltawire.export.merged:merged",
-    "fp8-block": "deltawire.export.quantized:fp8_block",
-    "fp8-block-f32": "deltawire.export.quantized:fp8_block_f32",
-    "fp8-block-ct": "deltawire.export.quantized:fp8_block_ct",
-    "fp8-block-f32-ct": "deltawire.export.quantized:fp8_block_f32_ct",
-    "int4-g32": "deltawire.export.quantized:int4_g32",
-    "mxfp4": "deltawire.export.quantized:mxfp4",
-}
-"""Exporters by the name that ``train.exporter`` gives, each as ``module:callable``. The callable
-takes the model and returns its `WeightSource`."""
 
 
 class WeightSource(Protocol):
@@ -106,8 +94,10 @@ def open_source(exporter: str, model: Any) -> WeightSource:
             f"there is no exporter {exporter[:80]!r}",
             hint=f"set train.exporter to one of {', '.join(sorted(EXPORTERS))}",
         )
-    module, _, name = EXPORTERS[exporter].partition(":")
-    source: WeightSource = getattr(importlib.import_module(module), name)(model)
+    registered = EXPORTERS[exporter]
+    module, _, name = registered.place.partition(":")
+    settings = {} if registered.scheme is None else {"scheme": registered.scheme}
+    source: WeightSource = getattr(importlib.import_module(module), name)(model, **settings)
     return source
 
 

@@ -54,6 +54,9 @@ def requantize(form: PackedFormat, weight: Tensor, base: Parts) -> dict[str, Ten
     A new scale moves all weights of its block, by far more than a small change does. Under the old
     one a weight moves only if another code is nearer, so no block is further from the weight than
     ``base`` is, or than `PackedFormat.quantize` would be. In NVFP4 a row decides together.
+
+    Versions that are quantized as training goes on have another rule:
+    `deltawire.quantization.sticky`, which says why there are two.
     """
     weight = weight.float()
     fresh = form.quantize(weight)

@@ -17,6 +17,19 @@ mxfp4      3      8      OCP's rule, which has 4 to 8, with a quarter of slack b
 Scales are chosen as the formats choose them, except that fp8 blocks may have a power of two, the
 smallest that holds the peak, and that a block of zeros has scale 1. Weights that round to zero have
 the code of +0: otherwise a weight that moves about zero would change its code without effect.
+
+`deltawire.quantization.dequantize.requantize` chooses scales too, for merges, by another rule. The
+two cannot be one:
+
+- Here a version must follow from weights and scales only: a trainer that starts again reads no
+  codes, and ranks that share a block exchange its peak, one float. `requantize` needs the codes of
+  the version before, and sums of errors over whole blocks.
+- A scale stays for many versions. `requantize` takes any new one that is nearer to the weights: in
+  steps of 0.1 % of Gaussian weights, 1.6 to 1.9 % of the blocks of fp8 and int4 get another scale
+  in each version, here none. (It keeps the old code where two are equally near, so fewer codes
+  change: 0.19 instead of 0.25 % in int4, 0.12 instead of 0.33 % in MXFP4.)
+- A base's scales come from any quantizer and may lie outside of these ranges. For int4 scales four
+  times as large, this rule moved a merged weight 154 times as far from the sum as the base is.
 """
 
 from __future__ import annotations

@@ -18,15 +18,14 @@ DeepSeek calls the factor ``scale_inv``, the inverse of what it divides by: weig
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from deltawire.config.exporters import StoredLayout
 from deltawire.quantization.checkpoints import SCHEMES
 from deltawire.quantization.formats import PackedFormat, Parts
-
-StoredLayout = Literal["deepseek", "compressed-tensors"]
 
 _CODES: Final = {"fp8-block": torch.float8_e4m3fn, "int8-row": torch.int8, "int4-g32": torch.int32}
 COMPRESSED_TENSORS_FORMATS: Final = {

@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from deltawire.config import TrainConfig
 from deltawire.config.machine import machine_policy
 from deltawire.errors import CorruptError, DeltawireError, InputError
-from deltawire.export.quantized import SCHEMES, QuantizedWeights
+from deltawire.export.quantized import QuantizedWeights
 from deltawire.export.shards import LocalShard
+from deltawire.export.source import open_source
 from deltawire.runtime.lines import line_bucket
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import (
@@ -81,7 +82,9 @@ class Publication:
                 hint="start the run again with its configuration: deltawire run CONFIG.toml",
                 run=self.bucket.url,
             )
-        self.source = QuantizedWeights(model, scheme=SCHEMES[exporter])
+        source = open_source(exporter, model)
+        assert isinstance(source, QuantizedWeights)  # The configuration allows no other.
+        self.source = source
         if mesh.ranks > 1:
             self.source.exchange_over(dist.new_group(backend="gloo"))
         self._shapes = {spec.name: spec.shape for spec in self.run.tensors}

@@ -13,12 +13,12 @@ from packed_run import TRAIN, VERSIONS, train
 from deltawire.cli.main import main
 from deltawire.codec import Digest, diff
 from deltawire.config import BuildConfig, parse_config
-from deltawire.config.base import QUANTIZED
+from deltawire.config.exporters import quantizing
 from deltawire.config.served import samples_quantized
 from deltawire.errors import CorruptError, InputError
 from deltawire.export.adapter import open_model
 from deltawire.export.models import fetch_model_files
-from deltawire.export.quantized import SCHEMES, serve_quantized
+from deltawire.export.quantized import serve_quantized
 from deltawire.export.source import digest_of, open_source
 from deltawire.placement.live import LiveWeights
 from deltawire.rl.trainer.resume import resume
@@ -76,7 +76,7 @@ def test_scales_that_only_the_published_version_knows_are_continued(tmp_path):
     assert digest_of(source) == mirror.digest
 
 
-@pytest.mark.parametrize("exporter", sorted(SCHEMES))
+@pytest.mark.parametrize("exporter", quantizing())
 def test_samplers_hold_and_swap_the_published_bits(tmp_path, exporter):
     bucket = start(tmp_path / "a", exporter)
     train(bucket)
@@ -148,7 +148,3 @@ def test_a_correction_makes_the_old_policy_a_base_again():
     loss = {"ratio_base": "old", "corrections": [{"level": "token", "high": 2.0}]}
     raw = {"name": "x", "model": {"path": "x"}, "train": {"exporter": "mxfp4", "loss": loss}}
     assert samples_quantized(parse_config(raw, source="test"))
-
-
-def test_the_configuration_knows_every_scheme():
-    assert sorted(QUANTIZED) == sorted(SCHEMES)

@@ -7,8 +7,9 @@ import torch
 
 from deltawire import codec
 from deltawire.config import BuildConfig
+from deltawire.config.exporters import quantizing
 from deltawire.errors import InputError
-from deltawire.export.quantized import SCHEMES, serve_quantized
+from deltawire.export.quantized import serve_quantized
 from deltawire.export.source import bits_of, digest_of, open_source
 from deltawire.placement.live import module_tensors
 from deltawire.quantization.dequantize import dequantize
@@ -117,7 +118,7 @@ def test_a_weight_that_crosses_zero_changes_no_code(name):
     assert torch.equal(parts["codes"], moved["codes"])
 
 
-@pytest.mark.parametrize("exporter", sorted(SCHEMES))
+@pytest.mark.parametrize("exporter", quantizing())
 def test_quantizing_what_was_dequantized_changes_nothing(exporter):
     model = model_of()
     source = open_source(exporter, model)
@@ -151,7 +152,7 @@ def test_a_model_without_linear_layers_is_refused():
         open_source("mxfp4", torch.nn.Sequential(torch.nn.Embedding(4, 32)))
 
 
-@pytest.mark.parametrize("exporter", sorted(SCHEMES))
+@pytest.mark.parametrize("exporter", quantizing())
 def test_a_version_in_bf16_gives_the_tensors_without_the_model(exporter):
     """Another thread may compute with the model meanwhile."""
     model = model_of()

@@ -10,9 +10,10 @@ import torch
 from transformers import AutoConfig
 
 from deltawire.config import OptimizerConfig, RunConfig, TrainConfig, parse_config
+from deltawire.config.exporters import EXPORTERS, Exporter
 from deltawire.errors import InputError
 from deltawire.export.models import empty_model, fetch_model_files, save_model
-from deltawire.export.source import EXPORTERS, bits_of, digest_of, open_source
+from deltawire.export.source import bits_of, digest_of, open_source
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.resume import resume
 from deltawire.store import open_bucket
@@ -74,7 +75,7 @@ def test_restoring_another_models_version_is_refused(tmp_path, tiny):
 
 def test_a_new_exporter_is_a_module_and_a_line(tmp_path, tiny, monkeypatch):
     """From the start of a run to resuming it, with an exporter that publishes int8 codes."""
-    monkeypatch.setitem(EXPORTERS, "int8", "int8_exporter:Int8Weights")
+    monkeypatch.setitem(EXPORTERS, "int8", Exporter("int8_exporter:Int8Weights"))
     config = msgspec.structs.replace(
         CONFIG,
         train=msgspec.structs.replace(

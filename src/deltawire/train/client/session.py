@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from deltawire.config import RunConfig
-from deltawire.config.base import QUANTIZED
+from deltawire.config.exporters import scheme_of
 from deltawire.config.machine import machine_policy
 from deltawire.errors import CorruptError, InputError
 from deltawire.export.adapter import open_model
@@ -85,7 +85,7 @@ def new_run(
         )
     check_directory(model)
     load_tokenizer(model)
-    if config.train.exporter in QUANTIZED:
+    if scheme_of(config.train.exporter) is not None:
         raise InputError(
             f"a training client cannot continue from what train.exporter {config.train.exporter} "
             "publishes",
