@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import numpy as np
 import torch
@@ -44,10 +45,15 @@ class PlantingWorker(DeltawireWorker):
         stack[..., -1] = 1.0  # The slot's rank is larger than the adapter's.
         return {"stack": name}
 
-    def plant_failure(self, number: int, stage: str):
-        """Have ``stage`` fail on rank ``number``: prepare, scatter, attest, or die-<stage>."""
+    def process(self):
+        """The number of this rank's process."""
+        return {"pid": os.getpid()}
+
+    def plant_failure(self, number: int | str, stage: str):
+        """Have ``stage`` fail on rank ``number``: prepare, swap, scatter or readback. After
+        ``die-`` the rank's process is killed there, after ``kill-`` its whole process group."""
         held = self._held()
-        if held.peers.number != number:
+        if held.peers.number != int(number):
             return {}
         kind, _, at = stage.rpartition("-")
         placed = held.placed
@@ -65,7 +71,9 @@ class PlantingWorker(DeltawireWorker):
                 begun.append(move)
                 write_half(move)
             if kind == "die":
-                os._exit(9)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "kill":
+                os.killpg(0, signal.SIGKILL)
             if at == "readback":
                 original(*args, **kwargs)
             setattr(placed, name, original)

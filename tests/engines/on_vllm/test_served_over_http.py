@@ -1,103 +1,16 @@
 """``vllm serve``, driven over its own weight-transfer calls, and following by itself."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
-import urllib.request
 
 import pytest
 from engine import prompts
+from served import Server, adapter_arguments
 from shapes import Trainer, build
 
 from deltawire.store import open_bucket
-
-
-class Server:
-    """A ``vllm serve`` process on loopback, as a context manager."""
-
-    def __init__(self, model, log, *arguments):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.log = log
-        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        self.process = subprocess.Popen(
-            [
-                sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-                "--host", "127.0.0.1", "--port", str(self.port), "--skip-tokenizer-init",
-                "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256",
-                "--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--seed", "0",
-                "--max-num-seqs", "16", "--enable-scale-out", *arguments,
-            ],
-            stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-
-    def __enter__(self):
-        deadline = time.monotonic() + 400
-        while True:
-            try:
-                self.call("/health", None, method="GET")
-                return self
-            except OSError:
-                assert self.process.poll() is None, self.log.read_text()[-6000:]
-                assert time.monotonic() < deadline, self.log.read_text()[-6000:]
-                time.sleep(0.2)
-
-    def __exit__(self, *_):
-        os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(30)
-
-    def call(self, path, body, *, method="POST"):
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-            method=method,
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            text = response.read()
-        return json.loads(text) if text.strip() else None
-
-    def generate(self, prompt, *, tokens=12):
-        """Token ids and spans of versions, greedily."""
-        answer = self.call(
-            "/inference/v1/generate",
-            {
-                "token_ids": prompt,
-                "sampling_params": {"temperature": 0.0, "max_tokens": tokens, "detokenize": False},
-                "model": "",
-            },
-        )
-        choice = answer["choices"][0]
-        return choice["token_ids"], [
-            (span["version"], span["start"], span["end"]) for span in choice["weight_versions"]
-        ]
-
-    def engine_call(self, method, *arguments):
-        """One of the engine's own methods."""
-        answer = self.call("/collective_rpc", {"method": method, "args": list(arguments)})
-        return answer["results"][0]
-
-    def move(self, version):
-        """A version the way vLLM's documents say."""
-        self.call("/start_weight_update", {})
-        self.call("/update_weights", {"update_info": {"version": version, "wait": False}})
-        self.call("/update_weights", {"update_info": {"version": version}})
-        self.call("/pause?mode=keep", {})
-        self.call("/finish_weight_update", {"weight_version": str(version)})
-        self.call("/resume", {})
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +83,23 @@ def test_a_server_follows_and_treats_requests_in_flight_as_configured(trainer, t
         assert (mixed == []) == (in_flight == "drain")
         assert {span[0] for _, spans in answers for span in spans} >= {str(version)}
         assert server.engine_call("deltawire_attest")["sound"]
+
+
+def test_a_server_refuses_log_probabilities_of_prompts_with_an_adapter_of_the_head(
+    family, tmp_path
+):
+    """vLLM's own answer to two such requests in one step would be its end."""
+    bucket = open_bucket(str(tmp_path / "bucket"), create=True)
+    trainer = Trainer(bucket, build(family, tmp_path / "model"), adapter=True)
+    question = prompts(1)[0]
+    wanted = {"temperature": 0.0, "max_tokens": 4, "prompt_logprobs": 1, "detokenize": False}
+    with Server(trainer.model, tmp_path / "log", *adapter_arguments(bucket.url)) as server:
+        before = server.generate(question)
+        for _ in range(2):
+            with pytest.raises(urllib.error.HTTPError, match="500"):
+                server.call(
+                    "/inference/v1/generate",
+                    {"token_ids": question, "sampling_params": wanted, "model": ""},
+                )
+        assert server.generate(question) == before
+    trainer.close()

@@ -9,12 +9,12 @@ from deltawire.store import open_bucket
 
 @pytest.mark.parametrize("stage", ["die-prepare", "die-scatter", "die-readback"])
 def test_a_killed_worker_costs_the_engine_and_the_next_one_serves_the_newest(
-    stage, family, ranks, tmp_path
+    stage, family, ranks, parallel, tmp_path
 ):
     bucket = open_bucket(str(tmp_path / "bucket"), create=True)
-    trainer = Trainer(bucket, build(family, tmp_path / "model"))
+    trainer = Trainer(bucket, build(family, tmp_path / "model"), adapter=parallel["adapter"])
     questions = prompts(2)
-    engine = Engine(trainer.model, ranks=ranks, run=bucket.url)
+    engine = Engine(trainer.model, ranks=ranks, run=bucket.url, **parallel)
     held = trainer.version
     right = engine.generate(questions)
     engine.call("plant_failure", ranks - 1, stage)
@@ -32,9 +32,11 @@ def test_a_killed_worker_costs_the_engine_and_the_next_one_serves_the_newest(
         assert answer.spans == ((held, 0, len(answer.tokens)),)
         assert (answer.tokens, answer.logprobs) == (before.tokens, before.logprobs)
     engine.abandon()
-    following = Engine(trainer.model, ranks=ranks, run=bucket.url)
+    following = Engine(trainer.model, ranks=ranks, run=bucket.url, **parallel)
     try:
-        assert following.status()["version"] == trainer.version
+        status = following.status()
+        assert status["version"] == trainer.version
+        assert status["digest"] == trainer.publisher.digest.hex()
         assert following.call("deltawire_attest")[0]["sound"]
         assert following.generate(questions)[0].spans[0][0] == trainer.version
     finally:
