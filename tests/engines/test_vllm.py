@@ -6,13 +6,19 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from peft_logits import write_reference
 
+from deltawire.config import BuildConfig
 from deltawire.rl.control.rollout_reader import read_group
 from deltawire.store import open_bucket
+from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.wire import keys
 
 ROOT = Path(__file__).parents[2]
@@ -73,10 +79,21 @@ def test_vllm_serve_is_moved_by_its_own_calls(vllm_python):
     run_tests(vllm_python, "test_served_over_http.py", "-k", "own_calls")
 
 
-@pytest.mark.parametrize(("ranks", "versions"), [(1, 50), (2, 20)], ids=["one rank", "two ranks"])
-def test_an_adapter_follows_its_run(vllm_python, ranks, versions):
-    parallel = ["--tensor-parallel", str(ranks), "--versions", str(versions)]
-    run_tests(vllm_python, LIVE, "--adapter", *parallel)
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.long)], ids=["one rank", "two ranks"]
+)
+def test_an_adapter_follows_its_run(vllm_python, ranks):
+    run_tests(vllm_python, LIVE, "--adapter", "--tensor-parallel", str(ranks), "--versions", "50")
+
+
+@pytest.mark.long
+def test_a_killed_server_continues_with_the_newest_adapter(vllm_python):
+    run_tests(vllm_python, "test_server_killed.py", "--tensor-parallel", "2")
+
+
+@pytest.mark.matrix
+def test_a_server_of_one_rank_that_is_killed_in_a_swap_continues(vllm_python):
+    run_tests(vllm_python, "test_server_killed.py", "--kills", "swap")
 
 
 @pytest.mark.matrix
@@ -94,6 +111,23 @@ def test_an_adapter_follows_its_run(vllm_python, ranks, versions):
 )
 def test_adapters_follow_their_run_however_the_model_is_sharded(vllm_python, family, parallel):
     run_tests(vllm_python, LIVE, "--adapter", "--family", family, *parallel)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("tied", "ranks"), [(False, 1), (False, 2), (True, 1), (True, 2)],
+    ids=["one rank", "two ranks", "tied", "tied on two ranks"],
+)  # fmt: skip
+def test_adapters_of_embedding_and_head_compute_what_peft_computes(
+    vllm_python, tmp_path, tied, ranks
+):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of tied weights, and of what it saves.
+        write_reference(tmp_path, tied=tied)
+    run_tests(
+        vllm_python, "test_adapter_logits.py", "--tensor-parallel", str(ranks),
+        "--reference", str(tmp_path),
+    )  # fmt: skip
 
 
 @pytest.mark.matrix
@@ -148,10 +182,11 @@ def test_vllm_is_hot_loaded_as_the_hosted_services_are(vllm_python):
 
 
 @pytest.mark.matrix
-def test_a_killed_worker_costs_no_wrong_token(vllm_python):
-    run_tests(
-        vllm_python, "test_worker_killed.py", "--family", "qwen3_moe", "--tensor-parallel", "2"
-    )
+@pytest.mark.parametrize(
+    "options", [["--family", "qwen3_moe"], ["--adapter"]], ids=["weights", "adapter"]
+)
+def test_a_killed_worker_costs_no_wrong_token(vllm_python, options):
+    run_tests(vllm_python, "test_worker_killed.py", "--tensor-parallel", "2", *options)
 
 
 @pytest.mark.matrix
@@ -252,13 +287,31 @@ batch = 32
 
 
 @pytest.mark.matrix
-def test_a_run_samples_with_its_adapter_from_vllm(vllm_python, tmp_path):
+@pytest.mark.parametrize("vocabulary", [False, True], ids=["linear", "embedding and head too"])
+def test_a_run_samples_with_its_adapter_from_vllm(vllm_python, tmp_path, vocabulary):
     # No staleness: the trainer compares the probabilities of every version that it published.
-    text = RUN.replace("max_staleness = 2", "max_staleness = 0").replace("1e-3", "1e-2")
-    found = whole_run(vllm_python, text + ADAPTER, tmp_path)
+    text = RUN.replace("max_staleness = 2", "max_staleness = 0").replace("1e-3", "1e-2") + ADAPTER
+    if vocabulary:
+        write_untied(tmp_path / "model")
+        _, _, rest = text.partition("[task]")
+        text = f'name = "tiny"\n[model]\npath = "{tmp_path / "model"}"\n[task]{rest}'
+        text = text.replace('"down_proj"]', '"down_proj", "embed_tokens", "lm_head"]')
+    found = whole_run(vllm_python, text, tmp_path)
     assert found["bytes"]["delta_total"] > 0, "rewards differed, so the adapter was trained"
     # An adapter that was not applied, or with another scale, would be far away by version 3.
     assert 0 <= found["parity"]["numeric_k3_max"] < 1e-6
+
+
+def write_untied(folder):
+    """A model as `RUN` builds it, but with a head of its own."""
+    built = build_model(
+        BuildConfig(hidden_size=64, layers=2, head_size=32, feed_forward_size=128, context=128),
+        seed=0,
+    )
+    built.config.tie_word_embeddings = False
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(built.config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
 
 
 THINKING = """

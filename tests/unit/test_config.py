@@ -178,15 +178,17 @@ def test_the_prompt_must_hold_the_question():
         ({"packed": "int4-g32"}, "does not serve packed weights"),
         ({"modules_to_save": ["lm_head"]}, "does not serve modules trained whole"),
         ({"targets": ["q_proj", "experts"]}, "does not serve an adapter of 'experts'"),
-        ({"targets": ["embed_tokens"]}, "does not serve an adapter of 'embed_tokens'"),
+        ({"targets": ["kv_b_proj"]}, "does not serve an adapter of 'kv_b_proj'"),
+        ({"targets": ["mlp.gate_up_proj"]}, "does not serve an adapter of 'mlp.gate_up_proj'"),
         ({"rank": 513}, "rank 513 is above rollout.engine vllm's largest, 512"),
         ({"rank_pattern": {"q_proj": 600}}, "rank 600 is above"),
     ],
 )
 def test_adapters_that_vllm_does_not_serve_are_refused(adapter, named):
     raw = with_key("rollout.engine", "vllm")
-    served = {**raw, "train": {"adapter": {"kind": "lora"}}}
-    assert parse_config(served, source="s").rollout.engine == "vllm"
+    for targets in (["all-linear"], ["embed_tokens", "lm_head"]):
+        served = {**raw, "train": {"adapter": {"kind": "lora", "targets": targets}}}
+        assert parse_config(served, source="s").rollout.engine == "vllm"
     served["train"] = {"adapter": {"kind": "lora", **adapter}}
     assert named in refusal(served)
     if "packed" not in adapter:  # Readers of merged weights see no adapter.

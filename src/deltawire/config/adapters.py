@@ -205,7 +205,7 @@ def adapters_contradiction(
     return None
 
 
-_NOT_IN_VLLM = ("experts", "gate_up_proj", "embed_tokens", "lm_head")
+_NOT_IN_VLLM = ("experts", "gate_up_proj", "kv_b_proj")
 """Targets that no adapter slot takes, in any model."""
 
 _WIDE = ("none", "fp8-block", "int8-row")

@@ -28,6 +28,8 @@ def pytest_addoption(parser):
     parser.addoption("--expert-parallel", action="store_true")
     parser.addoption("--adapter", action="store_true", help="versions of a LoRA adapter")
     parser.addoption("--versions", type=int, default=50, help="random versions to follow")
+    parser.addoption("--reference", help="a directory of tests/support/peft_logits.py")
+    parser.addoption("--kills", default="swap,between,rank", help="how a server is killed")
     parser.addoption("--load-seconds", type=float, default=6, help="how long to swap under load")
 
 

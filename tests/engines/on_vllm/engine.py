@@ -24,8 +24,9 @@ class Engine:
     """vLLM's offline engine on a model directory, following ``run`` if there is one."""
 
     def __init__(
-        self, model, *, ranks=1, run=None, stages=1, experts=False, adapter=False, **settings
-    ):
+        self, model, *, ranks=1, run=None, stages=1, experts=False, adapter=False,
+        dtype="bfloat16", **settings,
+    ):  # fmt: skip
         from vllm import LLM
 
         self.adapter = None
@@ -36,8 +37,9 @@ class Engine:
         self.llm = LLM(
             str(model),
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=dtype,
             enforce_eager=True,
+            max_logprobs=-1,
             tensor_parallel_size=ranks // stages,
             pipeline_parallel_size=stages,
             enable_expert_parallel=experts,

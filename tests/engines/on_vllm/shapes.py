@@ -14,7 +14,9 @@ from deltawire.sync.chain.objects import put_blob
 from deltawire.sync.publish.safetensors_files import safetensors_table
 from deltawire.wire.run import ModelFile, TensorSpec
 
-VOCABULARY = 512
+VOCABULARY = 500
+"""vLLM pads it, to 512."""
+
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -107,7 +109,10 @@ def next_bits(tensors: dict[str, np.ndarray], rng: np.random.Generator, share: f
     return changed
 
 
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LAYERS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "embed_tokens", "lm_head",
+)  # fmt: skip
 SETTINGS = {
     "peft_type": "LORA", "r": 4, "lora_alpha": 6.0, "rank_pattern": {"o_proj": 8},
     "target_modules": list(LAYERS), "bias": "none", "task_type": "CAUSAL_LM",
@@ -116,18 +121,22 @@ SETTINGS = {
 
 
 def draw_adapter(specs, *, seed: int = 0, scale: float = 0.15) -> dict[str, np.ndarray]:
-    """Bits of a bf16 adapter of every linear layer outside of experts, as PEFT names them."""
+    """Bits of a bf16 adapter of the embedding, the head and every linear layer outside of experts,
+    as PEFT names them. A head that is tied to the embedding has one of its own."""
     torch.manual_seed(seed)
     found = {}
-    for spec in specs:
-        layer = spec.name.removesuffix(".weight")
+    shapes = {spec.name.removesuffix(".weight"): spec.shape for spec in specs}
+    shapes.setdefault("lm_head", shapes["model.embed_tokens"])
+    for layer, shape in shapes.items():
         last = layer.rpartition(".")[2]
-        if last not in LAYERS or ".experts." in layer or len(spec.shape) != 2:
+        if last not in LAYERS or ".experts." in layer or len(shape) != 2:
             continue
         rank = SETTINGS["rank_pattern"].get(last, SETTINGS["r"])
-        for factor, shape in (("A", (rank, spec.shape[1])), ("B", (spec.shape[0], rank))):
-            drawn = (torch.randn(shape) * scale).bfloat16()
-            found[f"base_model.model.{layer}.lora_{factor}.weight"] = (
+        outputs, inputs = reversed(shape) if last == "embed_tokens" else shape
+        for factor, size in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            drawn = (torch.randn(size) * scale).bfloat16()
+            end = f"embedding_{factor}" if last == "embed_tokens" else f"{factor}.weight"
+            found[f"base_model.model.{layer}.lora_{end}"] = (
                 drawn.view(torch.int16).numpy().view(np.uint16)
             )
     return found

@@ -4,6 +4,7 @@ import pytest
 from engine import Engine, prompts
 from shapes import LAYERS, Trainer, build
 
+from deltawire.errors import InputError
 from deltawire.store import open_bucket
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -44,14 +45,32 @@ def test_what_lies_in_the_padding_of_a_slot_is_found_and_cleared(engine):
     assert engine.call("deltawire_attest")[0]["sound"]
 
 
+def test_log_probabilities_of_prompts_are_refused_with_an_adapter_of_the_head(engine):
+    """Two requests that ask for them in one step would end the engine; test_served_over_http.py
+    has a server that goes on."""
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(prompt_logprobs=1, detokenize=False)
+    with pytest.raises(InputError, match="no log-probabilities of prompts with an adapter"):
+        engine.llm.generate({"prompt_token_ids": prompts(1)[0]}, wanted, use_tqdm=False)
+
+
 REFUSED = {
     "no slots": (False, "this vLLM has no slot for one"),
     "a smaller rank": (
-        {"max_lora_rank": 1}, r"rank \d is above the engine's, 1: base_model.model.model.layers",
+        {"max_lora_rank": 1}, r"rank \d is above the engine's, 1: base_model.model.model",
     ),
     "a layer without a slot": (
         {"lora_target_modules": [name for name in LAYERS if name != "down_proj"]},
         r"no adapter layer for \S*down_proj.lora_A.weight, and would drop it",
+    ),
+    "an embedding without a slot": (
+        {"lora_target_modules": [name for name in LAYERS if name != "embed_tokens"]},
+        r"no adapter layer for \S*embed_tokens.lora_embedding_A, and would drop it",
+    ),
+    "a head without a slot": (
+        {"lora_target_modules": [name for name in LAYERS if name != "lm_head"]},
+        r"no adapter layer for \S*lm_head.lora_A.weight, and would drop it",
     ),
 }  # fmt: skip
 

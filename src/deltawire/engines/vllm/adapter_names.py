@@ -15,7 +15,16 @@ from deltawire.wire.run import TensorSpec
 PREFIX = "base_model.model."
 """The beginning of each adapter tensor's name as PEFT writes it; no tensor of a base has it."""
 
-_FACTORS = (".lora_A.weight", ".lora_B.weight")
+FIRST = (".lora_A.weight", ".lora_embedding_A")
+"""Ends of the names of first factors, [rank, inputs]: of linear layers and the head, and of
+embeddings, whose inputs are the vocabulary."""
+
+SECOND = (".lora_B.weight", ".lora_embedding_B")
+"""Ends of the names of second factors, [outputs, rank]."""
+
+HEAD_LIMIT = 258_048
+"""The largest vocabulary for which vLLM makes a slot of the head."""
+
 _HINT = 'set rollout.engine = "transformers", or train.exporter = "merged"'
 
 
@@ -26,9 +35,24 @@ def adapter_tensors(tensors: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 def layer_of(name: str) -> str:
     """Returns the layer that an adapter tensor belongs to, by its name in the base."""
-    for factor in _FACTORS:
+    for factor in (*FIRST, *SECOND):
         name = name.removesuffix(factor)
     return name.removeprefix(PREFIX)
+
+
+def rank_of(spec: TensorSpec) -> int:
+    """Returns the rank of the adapter that a factor belongs to."""
+    return spec.shape[0] if spec.name.endswith(FIRST) else spec.shape[1]
+
+
+def vocabulary_of(spec: TensorSpec) -> int | None:
+    """Returns the number of tokens that a factor of an embedding or of the head is for; None for
+    other factors."""
+    if spec.name.endswith(".lora_embedding_A"):
+        return spec.shape[1]
+    if spec.name.endswith(SECOND) and layer_of(spec.name).rpartition(".")[2] == "lm_head":
+        return spec.shape[0]
+    return None
 
 
 def slot_flags(tensors: Sequence[TensorSpec]) -> list[str]:
@@ -39,10 +63,10 @@ def slot_flags(tensors: Sequence[TensorSpec]) -> list[str]:
     if not adapter:
         return []
     refuse_unservable(tensors)
-    largest = max(spec.shape[0] for spec in adapter if spec.name.endswith(_FACTORS[0]))
+    largest = max(rank_of(spec) for spec in adapter)
     slot = next((rank for rank in VLLM_RANKS if rank >= largest), None)
     if slot is None:
-        first = next(spec for spec in adapter if spec.shape[0] == largest)
+        first = next(spec for spec in adapter if rank_of(spec) == largest)
         raise above_rank(first.name, largest, VLLM_RANKS[-1])
     targets = sorted({layer_of(spec.name).rpartition(".")[2] for spec in adapter})
     return [
@@ -65,20 +89,23 @@ def refuse_unservable(tensors: Iterable[TensorSpec]) -> None:
                 f"deltawire does not serve an adapter of experts in vLLM: {name}",
                 hint=f"leave experts out of train.adapter.targets, {_HINT}",
             )
-        if ".lora_embedding_" in name:
-            raise InputError(
-                f"deltawire does not serve an adapter of an embedding in vLLM: {name}",
-                hint=f"leave it out of train.adapter.targets, {_HINT}",
-            )
-        if layer_of(name).rpartition(".")[2] == "lm_head":
-            raise InputError(
-                f"deltawire does not serve an adapter of the head in vLLM: {name}",
-                hint=f"leave lm_head out of train.adapter, {_HINT}",
-            )
-        if not name.endswith(_FACTORS):
+        if not name.endswith((*FIRST, *SECOND)):
             raise InputError(
                 f"vLLM serves no module that is trained whole next to an adapter: {name}",
                 hint=f"leave train.adapter.modules_to_save empty, {_HINT}",
+            )
+        if layer_of(name).rpartition(".")[2] == "kv_b_proj":
+            raise InputError(
+                f"vLLM multiplies kv_b_proj into other weights when it loads a model, and would "
+                f"leave its adapter out of most steps: {name}",
+                hint=f"leave kv_b_proj out of train.adapter.targets, {_HINT}",
+            )
+        tokens = vocabulary_of(spec)
+        if tokens is not None and tokens > HEAD_LIMIT and name.endswith(SECOND):
+            raise InputError(
+                f"vLLM takes adapters of heads of at most {HEAD_LIMIT} tokens, not {tokens}: "
+                f"{name}",
+                hint=f"leave lm_head out of train.adapter.targets, {_HINT}",
             )
 
 

@@ -8,12 +8,20 @@ written over the old ones in place, and no file is read::
     run     base_model.model.….q_proj.lora_A.weight     observed at start
     vLLM    LoRAModel → activate_adapter → set_lora ──▶ qkv_proj.lora_a_stacked[0][slot]
     swap    changed elements of lora_A, and of lora_B times the adapter's scale
+
+Slots of an embedding and of the head are whole on each tensor-parallel rank, over the vocabulary
+without its padding, while their base weights are divided::
+
+    embed_tokens     lora_a_stacked [slots, vocabulary, rank]   lora_embedding_A transposed
+                     lora_b_stacked [slots, 1, hidden, rank]
+    lm_head          lora_a_stacked [slots, 1, rank, hidden]    in the processor of the logits,
+                     lora_b_stacked [slots, 1, vocabulary, rank]    which adds to gathered logits
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,11 +30,15 @@ import torch
 from torch import Tensor
 
 from deltawire.engines.vllm.adapter_names import (
+    FIRST,
     PREFIX,
+    SECOND,
     above_rank,
     adapter_tensors,
     layer_of,
+    rank_of,
     refuse_unservable,
+    vocabulary_of,
 )
 from deltawire.errors import CorruptError, InputError
 from deltawire.placement.placed import PlacedWeights
@@ -67,16 +79,21 @@ class AdapterSlot:
         self._tensors = adapter_tensors(tensors)
         refuse_unservable(tensors)
         self._layers = {spec.name: self._layer(spec) for spec in self._tensors}
-        self._refuse_rank()
+        self._refuse_misfits()
         self.scales = _scales(self._tensors, settings)
         self._number = self._activate({})
+
+    @property
+    def has_head(self) -> bool:
+        """True if the adapter has a part of the head."""
+        return any(layer.rpartition(".")[2] == "lm_head" for layer in self._layers.values())
 
     def live(self) -> dict[str, Tensor]:
         """Returns the slot's tensors by name: the stacks of each layer, at this slot."""
         found = {}
         for name, module in self._manager.modules.items():
             for kind in ("lora_a_stacked", "lora_b_stacked"):
-                for number, stack in enumerate(getattr(module, kind)):
+                for number, stack in enumerate(_stacks(module, kind)):
                     found[f"{name}.{kind}.{number}"] = stack[self._number]
         return found
 
@@ -147,12 +164,28 @@ class AdapterSlot:
         except ValueError as error:
             raise InputError(f"vLLM does not know the adapter tensor {spec.name}") from error
 
-    def _refuse_rank(self) -> None:
+    def _refuse_misfits(self) -> None:
+        """Raises `InputError` for a rank or a vocabulary that is not the slot's, and for an
+        embedding or a head of a model for which vLLM computes no adapter there."""
         limit = int(self._manager.lora_config.max_lora_rank)
+        vocabulary = int(self._manager.vocab_size)
         for spec in self._tensors:
-            rank = spec.shape[0] if ".lora_A." in spec.name else spec.shape[1]
-            if rank > limit:
+            if (rank := rank_of(spec)) > limit:
                 raise above_rank(spec.name, rank, limit)
+            if (tokens := vocabulary_of(spec)) is None:
+                continue
+            if tokens != vocabulary:
+                raise InputError(
+                    f"{spec.name} is for a vocabulary of {tokens} tokens, the engine's has "
+                    f"{vocabulary}"
+                )
+            last = self._layers[spec.name].rpartition(".")[2]
+            if last not in self._manager.supported_lora_modules:
+                raise InputError(
+                    f"vLLM computes no adapter of {last} in {type(self._model).__name__}: "
+                    f"{spec.name}",
+                    hint=f"train without {last}",
+                )
 
     def _activate(self, tensors: dict[str, Tensor]) -> int:
         """Has vLLM put an adapter of these tensors, unscaled, into a slot; returns its number."""
@@ -166,7 +199,7 @@ class AdapterSlot:
                 LoRALayerWeights(self._layers[name], 0, 1, None, None, scaling=1.0),
             )
             converted = tensor.to(dtype=self._manager.lora_config.lora_dtype)
-            if ".lora_A." in name:
+            if name.endswith(FIRST):
                 held.rank, held.lora_a = tensor.shape[0], converted
             else:
                 held.lora_b = converted
@@ -225,12 +258,18 @@ def _scales(tensors: Iterable[TensorSpec], settings: dict[str, Any]) -> dict[str
     found = {}
     for spec in tensors:
         rank, scale = peft.get_rank_and_scaling(layer_of(spec.name))
-        held = spec.shape[0] if ".lora_A." in spec.name else spec.shape[1]
-        if rank != held:
+        if rank != (held := rank_of(spec)):
             raise InputError(f"{SETTINGS} states rank {rank} for {spec.name}, which has {held}")
-        if ".lora_B." in spec.name:
+        if spec.name.endswith(SECOND):
             found[spec.name] = float(scale)
     return found
+
+
+def _stacks(module: Any, kind: str) -> Sequence[Tensor]:
+    """Returns the tensors that a layer stacks adapters in, [slots, …] each: one for each part of a
+    layer that vLLM joins of several, or a single one."""
+    held = getattr(module, kind)
+    return (held,) if isinstance(held, Tensor) else held
 
 
 @contextmanager

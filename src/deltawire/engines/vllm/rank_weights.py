@@ -165,6 +165,7 @@ class RankWeights:
             "held_bytes": sum(bits.nbytes for bits in self.mirror.tensors.values()),
             "unplaced": len(self.placed.placement.unplaced),
             "adapter": self.slot is not None,
+            "head": self.slot is not None and self.slot.has_head,
         }
 
     def prepare(self, version: int) -> None:

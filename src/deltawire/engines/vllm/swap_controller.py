@@ -48,6 +48,11 @@ FIRST_CALL_WITHIN_S = 30.0
 vLLM's clients call at once.
 """
 
+PROMPT_LOGPROBS = (
+    "vLLM computes no log-probabilities of prompts with an adapter of the head: its kernels take "
+    "one row of each request there, and a step with two such requests would end the engine"
+)
+
 Phase = Literal["serving", "preparing", "ready"]
 
 
@@ -133,6 +138,7 @@ class SwapController:
         self._paused_as: Any = None
         self._watch: VersionWatcher | None = None
         self._adapter: Any = None
+        self._head = False
         refuse_configuration(core.vllm_config)
         self._attach()
         if settings is not None:
@@ -167,8 +173,20 @@ class SwapController:
         self._core_shutdown()
 
     def _add_request(self, request: Any, request_wave: int = 0) -> None:
+        if self._head and getattr(request.sampling_params, "prompt_logprobs", None) is not None:
+            self._refuse(request, PROMPT_LOGPROBS)
+            return
         self._assign(request)
         self._core_add(request, request_wave)
+
+    def _refuse(self, request: Any, reason: str) -> None:
+        """Answers a request with an error; raises it where vLLM's client is in this process."""
+        from vllm.logger import init_logger
+
+        if not hasattr(self.core, "input_queue"):
+            raise InputError(reason)
+        init_logger("vllm.deltawire").warning("refuses %s: %s", request.request_id, reason)
+        self.core._send_error_outputs_to_client([request.request_id], request.client_index)
 
     def _collective_rpc(
         self,
@@ -384,6 +402,7 @@ class SwapController:
             self.core.scheduler.reset_prefix_cache(reset_running_requests=True)
         if answers[0]["adapter"] and self._adapter is None:
             self._adapter = adapter_request()
+            self._head = answers[0]["head"]
         for request in not_running(self.core.scheduler):
             self._assign(request)
 
