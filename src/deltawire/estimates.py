@@ -72,9 +72,9 @@ class SettingScore(msgspec.Struct, frozen=True, kw_only=True):
 
     thinking: int
     scaffold: str
-    correct: list[float]
-    tokens: float
-    seconds: float = 0.0
+    correct: list[Annotated[float, Meta(ge=-1, le=1)]]
+    tokens: Annotated[float, Meta(ge=0, le=1e9)]
+    seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
 
 
 class BudgetSetting(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from deltawire.estimates import (
     BudgetScore,
@@ -257,7 +258,7 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     """The estimate from live users' answers; None in a run without them."""
     settings: list[SettingScore] = []
     """The scores that the controller compares; empty without one."""
-    published: float = 0.0
+    published: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
     """Mean bytes of a version's delta since the evaluation before, if there is a controller."""
 
 

@@ -21,6 +21,9 @@ from deltawire.config.served import published, samples_quantized, served_exporte
 from deltawire.errors import InputError
 
 MAX_CONFIG_BYTES = 1 << 20
+MOST_RESULTS = 6144
+"""Results of problems that the controller compares, in one evaluation's event: a line of events is
+cut at 64 KiB, and decisions must follow from what was recorded."""
 
 
 def load_config(path: Path) -> RunConfig:
@@ -240,7 +243,19 @@ def _controller_fault(config: RunConfig) -> tuple[str, str] | None:
     if config.evaluate.every == 0 or config.task.heldout < 2:
         lacks = "evaluate.every is 0" if config.evaluate.every == 0 else "task.heldout is below 2"
         return f"{where} needs a held-out set, and {lacks}", "set evaluate.every and task.heldout"
-    return _axes_fault(config, where)
+    return _axes_fault(config, where) or _results_fault(config, where)
+
+
+def _results_fault(config: RunConfig, where: str) -> tuple[str, str] | None:
+    """Why an evaluation has more results than one event holds, and what to do; None if it fits."""
+    thinking, problems = config.rollout.thinking, min(config.budget.problems, config.task.heldout)
+    budgets = 1 if thinking is None else len(thinking.budgets)
+    settings = budgets * max(len(config.budget.scaffolds), 1)
+    if settings * problems <= MOST_RESULTS:
+        return None
+    reason = f"{where} would record {settings * problems} results with each evaluation, of "
+    reason += f"{problems} problems with {settings} settings; the most is {MOST_RESULTS}"
+    return reason, f"set budget.problems to {MOST_RESULTS // settings} or fewer"
 
 
 def _axes_fault(config: RunConfig, where: str) -> tuple[str, str] | None:

@@ -149,9 +149,9 @@ class BudgetHistory:
         return tokens * max(1, self._config.evaluate.every)
 
     def _pull(self, last: Measurement, now: Measurement) -> None:
-        """Notes what the interval gained, unless it began with a move."""
+        """Notes what the interval gained, unless it began with a move or cost nothing."""
         tokens = now.spent - last.spent
-        if last.setting != now.setting or tokens <= 0:
+        if last.setting != now.setting or tokens < 1:
             return
         place = _place(now.setting)
         gain, error = paired([last.scores[place]], [now.scores[place]])

@@ -346,6 +346,43 @@ def test_budgets_that_cannot_be_moved_between_are_refused(changes, words):
         parse_config({**RAW, "rollout": rollout}, source="s")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "published"), [(1e160, 0.0), (10.0, 1e308), (-5.0, 0.0), (10.0, -1e20)]
+)
+def test_an_event_with_impossible_figures_is_not_read(tokens, published):
+    honest = evaluated(0, [score(4, 0.5)])
+    event = evaluated(10, [score(4, 0.5, tokens=tokens)], published)
+    assert decode_lines(encode_lines([honest, event])) == [honest]
+
+
+def test_an_interval_that_cost_nothing_says_nothing():
+    history = BudgetHistory(configured(TRAINING))
+    for version in range(0, 60, 10):
+        found = history.observe(thinking(version, 0.2, 0.3, 0.4, tokens=1e-320))
+        assert found.before == found.after
+    assert not history._pulls
+
+
+def test_results_that_one_event_cannot_hold_are_refused():
+    budgets, scaffolds = [*range(1, 15)], ["plain", "check_and_retry"]
+    most = {"controller": "auto", "scaffolds": scaffolds, "problems": 219}
+    task = {"heldout": 1000}
+    raw = {**RAW, "rollout": {**RAW["rollout"], "max_tokens": 20}, "task": task}
+    raw["rollout"]["thinking"] = {**RAW["rollout"]["thinking"], "budgets": budgets}
+    config = parse_config({**raw, "budget": most}, source="s")
+    scores = [
+        SettingScore(thinking=budget, scaffold=one, correct=[0.3333] * 219, tokens=12.345678)
+        for budget in budgets
+        for one in scaffolds
+    ]
+    event = evaluated(10, scores)
+    assert decode_lines(encode_lines([event])) == [event]
+    assert BudgetHistory(config).observe(event) is not None
+    with pytest.raises(InputError, match="6160 results") as refused:
+        parse_config({**raw, "budget": {**most, "problems": 220}}, source="s")
+    assert "219 or fewer" in refused.value.hint
+
+
 def test_allocated_completions_are_not_moved():
     allocation = {"policy": "pilot", "pilot": 4, "largest": 8}
     with pytest.raises(InputError, match="decides them"):
