@@ -34,7 +34,14 @@ from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.trusted import ReaderTrust, open_trusted
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import newest_version, read_history, read_manifest, require_run
-from deltawire.wire.decisions import RESTORES, UNDECIDED, Decision, RestoreRecord, ServedVersion
+from deltawire.wire.decisions import (
+    FORGETS,
+    RESTORES,
+    UNDECIDED,
+    Decision,
+    RestoreRecord,
+    ServedVersion,
+)
 from deltawire.wire.roles import GATEWAY_ROLE
 from deltawire.wire.run import Run
 
@@ -164,9 +171,14 @@ class Releaser:
 
     def _awaits_restore(self) -> bool:
         """Returns whether the run's trainer will follow the newest decision: until then, all newer
-        versions come from rejected weights."""
+        versions come from rejected weights. Those of a forgotten user's answers are no candidates
+        even if the run has finished, since it may be continued."""
         decision = self.log.newest
-        if decision is None or decision.verdict != "rollback" or not self._restores:
+        if decision is None or decision.verdict != "rollback":
+            return False
+        if FORGETS in decision.evidence:
+            return True
+        if not self._restores:
             return False
         trainer = known_trainer(self._bucket)
         return trainer is not None and trainer.phase != "finished"

@@ -6,6 +6,7 @@ import itertools
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from forgotten_users import everything_in, train
@@ -16,8 +17,10 @@ from live_answers import LIVE, NOW, answer, config_of, put_rows, report
 from signed_run import OTHER, WORKER, SignedRun
 
 from deltawire.cli.main import main
+from deltawire.config import parse_config
 from deltawire.errors import InputError, RetryError
 from deltawire.launch.gateway import pseudonym_secret
+from deltawire.launch.releasing import Releaser
 from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.erasure.rebuilding import check_rebuildable, rebuild_without
@@ -119,6 +122,36 @@ def test_a_run_without_decisions_is_refused_with_the_way_to_begin(published):
     with pytest.raises(InputError, match="no version serves by decision") as refused:
         check_rebuildable(bucket, run)
     assert "deltawire live promote" in refused.value.hint
+
+
+@pytest.mark.parametrize("settings", [None, {"live": {"release": {"restore": False}}}])
+def test_a_run_whose_trainer_restores_nothing_is_refused_before_anything_is_deleted(
+    published, settings
+):
+    bucket, run, _ = published
+    serve(bucket, run, 4)
+    config = {} if settings is None else {"name": "live", **settings}
+    with pytest.raises(InputError, match="restores no earlier version"):
+        check_rebuildable(bucket, msgspec.structs.replace(run, config=config))
+    check_rebuildable(bucket, msgspec.structs.replace(run, config={"name": "live"}))
+
+
+def test_versions_of_a_forgotten_user_are_no_candidates_though_no_trainer_runs(published):
+    """One that was under way when the rebuild was decided, and then the run ended."""
+    bucket, run, publisher = published
+    serve(bucket, run, 1)
+    assert rebuild(bucket, run, [3]) == ("waits_for_trainer", 1, 1)
+    publisher.publish(weights(5))
+    publisher.flush()
+    config = parse_config({"name": "live", "live": {"release": {"gate": {}}}}, source="s")
+    releaser = Releaser(bucket, run, config, by="g0")
+    assert releaser.step(1e9) is None
+    restore(bucket, run, publisher, 1)
+    assert [releaser.step(1e9).verdict, releaser.log.newest.serving.version] == ["promote", 6]
+    publisher.publish(weights(7))
+    publisher.flush()
+    found = releaser.step(2e9)
+    assert (found.verdict, found.candidate.version) == ("gate", 7)
 
 
 def test_only_a_rebuild_releases_groups_and_only_once_it_is_restored(published):

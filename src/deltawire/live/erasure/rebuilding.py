@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
+from deltawire.config import run_config
 from deltawire.errors import InputError
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import Bucket
@@ -53,10 +54,19 @@ class _Ancestry(NamedTuple):
 
 
 def check_rebuildable(bucket: Bucket, run: Run) -> None:
-    """Raises `InputError` for a run without decisions about which version serves."""
+    """Raises `InputError` for a run without decisions about which version serves, or whose trainer
+    follows no rollback."""
     log = DecisionLog(bucket, run.id)
     log.poll()
     _require_decisions(log, bucket)
+    config = run_config(run.config, url=bucket.url) if run.config else None
+    if config is None or config.midtrain is not None or not config.live.release.restore:
+        raise InputError(
+            "the run's trainer restores no earlier version, so it cannot be rebuilt",
+            hint="forget the user without --rebuild, then start a new run from a version before "
+            "those that the command names",
+            run=bucket.url,
+        )
 
 
 def rebuild_without(
