@@ -169,6 +169,9 @@ class CandidateEstimator:
     def _estimate(self, answers: Sequence[Capture], log_ratios_N: Array) -> OffPolicyEstimate:
         release, rules = self._release, self._rules
         assert rules is not None
+        if np.isnan(log_ratios_N).any():
+            reason = "the version gives logged answers log-probabilities that are no numbers"
+            return OffPolicyEstimate(answers=len(answers), refused=reason)
         about = self._records.reports
         outcomes_N = np.array(
             [rules.values(one, about.get(one.answer, {}).values())[METRIC] for one in answers]

@@ -1,5 +1,6 @@
 """The evaluator estimates a version from logged answers before users see it."""
 
+import copy
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from live_answers import answer, put_rows, report
 
 from deltawire.config import BuildConfig, parse_config
 from deltawire.estimates import OffPolicyEstimate
-from deltawire.events import Evaluated
+from deltawire.events import Evaluated, decode_lines, encode_lines
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.live.release.candidate_estimate import CandidateEstimator, RecentAnswers, log_ratios
 from deltawire.rl.evaluate.evaluator import run_evaluator
@@ -114,6 +115,20 @@ def test_a_version_too_far_away_is_refused_with_the_reason(model, bucket):
     assert "effective sample size" in found.refused
     assert (found.snips, found.doubly_robust) == (None, None)
     assert 0 < found.effective < 30
+
+
+def test_a_version_that_computes_no_numbers_is_refused_and_its_evaluation_is_kept(model, bucket):
+    put_rows(bucket, 0, *logged(model, 40))
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        next(broken.parameters()).fill_(torch.nan)
+    found, _ = estimated(bucket, broken, config_of())
+    assert "no numbers" in found.refused
+    event = Evaluated(
+        process="evaluator", at=1.0, version=1, accuracy=0.0, problems=1, seconds=1.0,
+        off_policy=found,
+    )  # fmt: skip
+    assert decode_lines(encode_lines([event])) == [event]
 
 
 CHANGES = {
