@@ -139,8 +139,12 @@ class SignedBucket(DelegatingBucket):
 
         The line of a signed run has the run's owner, an id that follows from the run's, and no
         grants of its own: a role's key is that of the run. The line of an unsigned run is unsigned.
+
+        Raises `SignatureError` if the pinned run is not there: its lines could be anyone's.
         """
         state, trust = self._state, self.trust
+        if trust is None and state.pin is not None:
+            raise SignatureError("there is no signed run here", run=self.url, key=keys.RUN)
         pin = None if trust is None else Pin(trust.owner, run_of_line(trust.run_id, name))
         found = SignedBucket(
             place, pin=pin, signer=state.signer if pin else None, role=state.role,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import replace
 
@@ -123,6 +124,16 @@ def test_each_line_is_the_owners_and_its_id_follows_from_the_runs(run):
         assert [one.version for one in read_history(place, held)] == [1, 2]
         assert place.pin == Pin(OWNER.public_key, held.id)
         assert require_run(run_of_line(place, name)).id == run.pin.run_id
+
+
+def test_a_line_is_not_trusted_while_its_pinned_run_is_hidden(run, tmp_path):
+    """A store that withholds run.json, from a reader that knows the owner only."""
+    shutil.copytree(run.plain.url.removeprefix("file://"), tmp_path / "bucket")
+    plain = open_bucket(str(tmp_path / "bucket"))
+    plain.delete(keys.RUN)
+    reader = trusted(plain, ReaderTrust(Pin(OWNER.public_key, "")))
+    with pytest.raises(SignatureError, match="no signed run"):
+        line_bucket(reader, LINES[0])
 
 
 def test_a_version_of_one_line_is_none_of_another(run):
