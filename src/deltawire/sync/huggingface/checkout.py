@@ -312,9 +312,12 @@ class Checkout:
         (self._store / "building.version").unlink(missing_ok=True)
         shutil.rmtree(self._building, ignore_errors=True)
         self._building.mkdir()
-        ways = all_copied | (self._share(version, plans) if share else {})
+        shared, changed = self._share(version, plans) if share else ({}, None)
+        ways = all_copied | shared
         copied = [plan for plan in plans if ways[plan.name] is FileOrigin.COPIED]
-        needed, free = sum(plan.bytes for plan in copied), shutil.disk_usage(self._store).free
+        cloned = [plan for plan in plans if ways[plan.name] is FileOrigin.CLONED]
+        needed = sum(plan.bytes for plan in copied) + _bytes_of(cloned, changed)
+        free = shutil.disk_usage(self._store).free
         if needed > free:
             shutil.rmtree(self._building, ignore_errors=True)
             raise InputError(
@@ -329,11 +332,17 @@ class Checkout:
         _write(self._store / "building.version", str(version).encode())
         return ways
 
-    def _share(self, version: int, plans: list[FilePlan]) -> dict[str, FileOrigin]:
-        """Clones or links files of the newest earlier version on this disk, where that can be."""
+    def _share(
+        self, version: int, plans: list[FilePlan]
+    ) -> tuple[dict[str, FileOrigin], set[str] | None]:
+        """Clones or links files of the newest earlier version on this disk, where that can be.
+
+        Returns how each of these files began, and the tensors in them that will change, None for
+        any.
+        """
         held = max((v for v in self._versions() if v < version), default=None)
         if held is None:
-            return {}
+            return {}, None
         folder = self._store / _name(held)
         changed = self._changed(held, version)
         found: dict[str, FileOrigin] = {}
@@ -350,7 +359,7 @@ class Checkout:
             ):
                 found[plan.name] = FileOrigin.LINKED
         self._base = held if found else None
-        return found
+        return found, changed
 
     def _changed(self, held: int, version: int) -> set[str] | None:
         """Returns the tensors that the cheapest route from ``held`` changes, None if it leads over
@@ -472,6 +481,17 @@ def _check_free(directory: Path) -> None:
             f"{directory} exists but was not created by deltawire pull",
             hint="choose a new name or an empty directory",
         )
+
+
+def _bytes_of(plans: list[FilePlan], changed: set[str] | None) -> int:
+    """Returns the most bytes that changes to cloned files may take: all pages of the tensors that
+    change (None: of all). A full disk met in mapped memory would kill the process."""
+    return sum(
+        span.end - span.begin
+        for plan in plans
+        for span in plan.spans
+        if changed is None or span.stored in changed
+    )
 
 
 def _hash_of(path: Path) -> str:

@@ -5,11 +5,14 @@ import json
 import mmap
 import os
 import shutil
+from shutil import rmtree
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from checkpoint_dirs import files_in
 
+from deltawire.errors import InputError
 from deltawire.store import open_bucket
 from deltawire.sync.huggingface import checkout as module
 from deltawire.sync.huggingface import shared_files
@@ -92,6 +95,22 @@ def test_clones_take_the_changed_pages_only(published, tmp_path, monkeypatch):
         assert checkout.written[FileOrigin.LINKED] == checkout.written[FileOrigin.COPIED] == 0
         assert 0 < checkout.bytes_written <= 2 * mmap.PAGESIZE
     assert (shown(tmp_path, 0), shown(tmp_path, 2)) == (wanted[0], wanted[2])
+
+
+def test_clones_need_room_for_the_tensors_that_change(published, tmp_path, monkeypatch):
+    """Pages of a clone take space when they are written, through mapped memory."""
+    bucket, run, wanted = published
+    monkeypatch.setattr(module, "clone", copied)
+    with Checkout(bucket, run, tmp_path / "out") as checkout:
+        checkout.bring_to(0)
+        tight = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=SIZE - 1), rmtree=rmtree)
+        monkeypatch.setattr(module, "shutil", tight)
+        with pytest.raises(InputError, match=f"needs {SIZE} bytes"):
+            checkout.bring_to(2)
+        assert files_in(tmp_path / "out") == wanted[0]
+        tight.disk_usage = lambda _: SimpleNamespace(free=SIZE)
+        checkout.bring_to(2)
+    assert files_in(tmp_path / "out") == wanted[2]
 
 
 def test_without_clones_and_links_everything_is_copied(published, tmp_path, monkeypatch):
