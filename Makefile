@@ -29,8 +29,8 @@ demo:
 	@cat examples/demo-ending.txt
 
 live: setup
-	@$(BIN)/deltawire simulate examples/live.toml --dry-run
-	@$(BIN)/deltawire simulate examples/live.toml --out runs/live
+	@$(BIN)/deltawire simulate examples/live.toml --seconds 420 --dry-run
+	@$(BIN)/deltawire simulate examples/live.toml --seconds 420 --out runs/live
 
 test: lint
 	$(PYTEST)

@@ -1,7 +1,7 @@
 """``satisfaction_gain``: true satisfaction of simulated users at the end over that at the start.
 
-Each of `SEEDS` seeds is one ``deltawire simulate examples/live.toml``: real processes, requests
-over HTTP, weights through a bucket. A seed's gain is the mean true satisfaction of the last fifth
+Each of `SEEDS` seeds is one ``deltawire simulate benchmarks/live/users.toml``: real processes,
+requests over HTTP, weights through a bucket, and every version served at once. A seed's gain is the mean true satisfaction of the last fifth
 of the time less that of the first. The key is the mean over the seeds, and
 ``satisfaction_gain_errors`` that mean over its standard error.
 
@@ -46,7 +46,7 @@ def run_seed(folder: Path, seed: int) -> None:
     """Measures one seed, in place of what an interrupted measurement left."""
     if folder.exists():
         shutil.rmtree(folder)
-    command = [sys.executable, "-m", "deltawire", "simulate", str(ROOT / "examples" / "live.toml")]
+    command = [sys.executable, "-m", "deltawire", "simulate", str(Path(__file__).with_name("users.toml"))]
     command += ["--out", str(folder), "--seed", str(seed)]
     command += ["--seconds", str(SECONDS), "--rate", str(RATE), "--json"]
     subprocess.run(  # noqa: S603 - our own command

@@ -98,7 +98,7 @@ def covered_kinds(config: RunConfig) -> int:
     if not 0 < covered < _kinds(config.task, config.seed) or "accuracy" in config.live.release.gate:
         raise InputError(
             "live.planted.users needs a gate by named suites that leave out some kinds of requests",
-            hint="see [[evaluate.sets]] and [live.release.gate] in examples/live-release.toml",
+            hint="see [[evaluate.sets]] and [live.release.gate] in examples/live.toml",
         )
     return covered
 

@@ -26,6 +26,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
@@ -99,6 +100,12 @@ def check_simulation(config: RunConfig, options: SimulationOptions) -> Populatio
         raise InputError("live.planted needs releases", hint="set evaluate.every")
     if "users" in config.live.planted:
         covered_kinds(config)
+    at = sorted(config.live.planted.values())
+    if any(after - before <= config.train.max_staleness for before, after in pairwise(at)):
+        raise InputError(
+            f"live.planted: versions {at[0]} and {at[1]} may be in one candidate",
+            hint="name versions more than train.max_staleness apart",
+        )
     return population_of(config)
 
 

@@ -1,6 +1,7 @@
 """``deltawire simulate``: what it amounts to, what it refuses, and the report and its picture."""
 
 import json
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,9 +19,9 @@ from deltawire.wire.decisions import Decision, ServedVersion
 from deltawire.wire.lineage import LearnedAnswer, Lineage
 from deltawire.wire.objects import encode_json
 
-EXAMPLE = str(Path(__file__).parents[3] / "examples" / "live.toml")
-
-RELEASES = str(Path(EXAMPLE).with_name("live-release.toml"))
+ROOT = Path(__file__).parents[3]
+WITHOUT_RELEASES = str(ROOT / "benchmarks" / "live" / "users.toml")
+EXAMPLE = str(ROOT / "examples" / "live.toml")
 
 
 def note(at, satisfaction, *, version=0, arm="serving", style="brief"):
@@ -32,39 +33,44 @@ def note(at, satisfaction, *, version=0, arm="serving", style="brief"):
 
 def test_a_dry_run_states_what_it_amounts_to_and_starts_nothing(tmp_path, capsys):
     out = tmp_path / "out"
-    assert main(["simulate", EXAMPLE, "--out", str(out), "--dry-run", "--json"]) == 0
+    assert main(["simulate", WITHOUT_RELEASES, "--out", str(out), "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["answers"] == 3600.0
     assert found["versions_at_most"] == 112
     assert found["indifferent"] < 0.55 < 0.85 < found["optimum"]
     assert not out.exists()
-    assert main(["simulate", EXAMPLE, "--dry-run", "--seconds", "60"]) == 0
+    assert main(["simulate", WITHOUT_RELEASES, "--dry-run", "--seconds", "60"]) == 0
     assert "versions at most" in capsys.readouterr().out
 
 
 def test_a_dry_run_states_what_a_release_needs(tmp_path, capsys):
-    assert main(["simulate", RELEASES, "--dry-run", "--rate", "10", "--json"]) == 0
+    assert main(["simulate", EXAMPLE, "--dry-run", "--rate", "10", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["release"]
     stage = plan["stages"][0]
-    assert (stage["share"], plan["margin"], plan["power"]) == (0.25, 0.1, 0.9)
+    assert (stage["share"], plan["margin"], plan["power"]) == (0.25, 0.15, 0.9)
     assert stage["answers"] > stage["outcomes"] > 500  # Some users ask twice.
     assert plan["minutes"] == pytest.approx((stage["answers"] / 10 + 8) / 60)
     few = tmp_path / "few.toml"
-    few.write_text(Path(RELEASES).read_text().replace("users = 20000", "users = 200"))
+    few.write_text(Path(EXAMPLE).read_text().replace("users = 20000", "users = 200"))
     assert main(["simulate", str(few), "--dry-run"]) == 0
     assert "more users than there are" in capsys.readouterr().out
-    few.write_text(Path(RELEASES).read_text().replace("\nevery = 4\n", "\nevery = 0\n"))
+    few.write_text(Path(EXAMPLE).read_text().replace("\nevery = 4\n", "\nevery = 0\n"))
     assert main(["simulate", str(few), "--dry-run"]) == 2
     assert "needs releases" in capsys.readouterr().err
-    assert main(["simulate", EXAMPLE, "--dry-run", "--json"]) == 0
+    assert main(["simulate", WITHOUT_RELEASES, "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["release"] is None
 
 
 def test_what_cannot_be_simulated_is_refused(tmp_path, capsys):
     other = tmp_path / "other.toml"
-    text = Path(EXAMPLE).read_text()
+    text, released = Path(WITHOUT_RELEASES).read_text(), Path(EXAMPLE).read_text()
     cases = [
         (text, ["--seconds", "0"], "above 0"),
+        (
+            re.sub("planted = {.*}", "planted = { gate = 12, users = 20 }", released),
+            [],
+            "12 and 20",
+        ),
         (text.replace('"given"', '"group_mean"'), [], "given"),
         (
             text.replace('"simulated_users"', '"reasoning_gym"').replace("options", "# "),

@@ -15,7 +15,7 @@ from deltawire.testing.users.population import ANSWERS, FLATTERY, KINDS
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.masters import MasterWeights
 
-EXAMPLE = Path(__file__).parents[4] / "examples" / "live-release.toml"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "live.toml"
 
 
 @pytest.fixture
