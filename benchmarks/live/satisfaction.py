@@ -1,9 +1,9 @@
 """``satisfaction_gain``: true satisfaction of simulated users at the end over that at the start.
 
 Each of `SEEDS` seeds is one ``deltawire simulate benchmarks/live/users.toml``: real processes,
-requests over HTTP, weights through a bucket, and every version served at once. A seed's gain is the mean true satisfaction of the last fifth
-of the time less that of the first. The key is the mean over the seeds, and
-``satisfaction_gain_errors`` that mean over its standard error.
+requests over HTTP, weights through a bucket, and no release: every version serves at once. A seed's
+gain is the mean true satisfaction of the last fifth of the time less that of the first. The key is
+the mean over the seeds, and ``satisfaction_gain_errors`` that mean over its standard error.
 
 A seed that was measured is kept in ``--out`` and not measured again. ``--repeats`` is how many
 seeds are measured at most now; while one is missing both keys are null.
@@ -20,7 +20,6 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.runner import ROOT
 from benchmarks.training.keys import Measured, Options
 from deltawire.dashboard.simulation import SimulationReport
 
@@ -46,7 +45,13 @@ def run_seed(folder: Path, seed: int) -> None:
     """Measures one seed, in place of what an interrupted measurement left."""
     if folder.exists():
         shutil.rmtree(folder)
-    command = [sys.executable, "-m", "deltawire", "simulate", str(Path(__file__).with_name("users.toml"))]
+    command = [
+        sys.executable,
+        "-m",
+        "deltawire",
+        "simulate",
+        str(Path(__file__).with_name("users.toml")),
+    ]
     command += ["--out", str(folder), "--seed", str(seed)]
     command += ["--seconds", str(SECONDS), "--rate", str(RATE), "--json"]
     subprocess.run(  # noqa: S603 - our own command

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,14 +21,22 @@ from deltawire.testing.users.driver import DriveResult, ServedNote
 from deltawire.testing.users.population import STYLES, Population
 from deltawire.wire import keys
 from deltawire.wire.captures import GatewayState
-from deltawire.wire.decisions import MAX_DECISION_BYTES, Decision
+from deltawire.wire.decisions import (
+    CANDIDATE,
+    MAX_DECISION_BYTES,
+    UNDECIDED,
+    Decision,
+    ServedVersion,
+)
 from deltawire.wire.objects import decode_json
+from deltawire.wire.receipts import SERVING
 
 AGES_S = (5.0, 10.0, 20.0, 40.0, 80.0)
 """The bounds between which ages of trained answers are counted, in seconds."""
 PARTS = 5
 """The first and the last of so many parts of the time are compared."""
 BIN_S = 10.0
+Outcome = Literal["promoted", "stopped by the gate", "rolled back", "undecided"]
 VERDICTS = ("serve", "gate", "shadow", "canary", "hold", "promote", "rollback")
 _MAX_STATE_BYTES = 1 << 20
 
@@ -42,6 +50,20 @@ class DecisionNote(msgspec.Struct, frozen=True):
     share: float
     reason: str
     version: int = 0
+
+
+class CandidateNote(msgspec.Struct, frozen=True):
+    """A candidate: ``planted`` says how it, or a version that it was trained from, was spoiled
+    (empty: it was not), and ``outcome`` what became of it. ``answers`` users saw it, whose mean
+    true satisfaction is ``satisfaction``; ``serving`` is that of the other users meanwhile."""
+
+    version: int
+    planted: str
+    outcome: Outcome
+    seconds: float
+    answers: int
+    satisfaction: float | None
+    serving: float | None
 
 
 class SimulationReport(msgspec.Struct, kw_only=True):
@@ -71,13 +93,15 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     trained_by_age: dict[str, int] = {}
     counts: dict[str, int] = {}
     decisions: list[DecisionNote] = []
+    candidates: list[CandidateNote] = []
 
 
 @dataclass(frozen=True)
 class Simulated:
     """The traces of a simulation: the notes of its users and the bucket of its run.
 
-    ``began`` is the time of the first request, in seconds since 1970.
+    ``began`` is the time of the first request, in seconds since 1970; ``planted`` are the versions
+    of ``live.planted``.
     """
 
     name: str
@@ -86,7 +110,7 @@ class Simulated:
     bucket: Bucket
     began: float
     seconds: float
-    decisions: list[DecisionNote] = field(default_factory=list)
+    planted: Mapping[str, int] = field(default_factory=dict)
 
 
 def report_of(done: Simulated) -> SimulationReport:
@@ -97,6 +121,7 @@ def report_of(done: Simulated) -> SimulationReport:
     lineages = read_lineages(done.bucket)
     ages = [one.age_s for lineage in lineages for one in lineage.answers]
     states = _gateway_states(done.bucket)
+    made = _decisions(done.bucket)
     return SimulationReport(
         name=done.name,
         seed=done.population.settings.seed,
@@ -117,7 +142,8 @@ def report_of(done: Simulated) -> SimulationReport:
         arms=dict(Counter(note.arm for note in notes)),
         trained_by_age=_by_age(ages),
         counts=dict(done.result.counts),
-        decisions=_decisions(done.bucket, done.began),
+        decisions=[_note(one, done.began) for one in made],
+        candidates=_candidates(made, done),
     )
 
 
@@ -146,11 +172,21 @@ def lines_of(report: SimulationReport) -> list[tuple[str, str]]:
         ("answers by arm", arms),
         ("captures / feedback lost", f"{report.captures_lost:.0f} / {report.feedback_lost:.0f}"),
     ]
+    rows += [(f"candidate {one.version}", _story(one)) for one in report.candidates]
     rows += [
         (f"decision at {d.at:.0f} s", f"{d.verdict} of version {d.version}: {d.reason}")
         for d in report.decisions
     ]
     return rows
+
+
+def _story(one: CandidateNote) -> str:
+    words = f"{one.outcome} after {one.seconds:.0f} s"
+    if one.planted:
+        words += f", planted: {one.planted}"
+    if one.satisfaction is not None and one.serving is not None:
+        words += f"; satisfaction {one.satisfaction:.3f}, of others {one.serving:.3f}"
+    return words
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -179,16 +215,56 @@ def _gateway_states(bucket: Bucket) -> list[GatewayState]:
     return found
 
 
-def _decisions(bucket: Bucket, began: float) -> list[DecisionNote]:
+def _decisions(bucket: Bucket) -> list[Decision]:
     found = []
     for key in bucket.list(keys.LIVE_DECISIONS):
         data = bucket.get(key, limit=MAX_DECISION_BYTES)
         if data is not None:
-            made = decode_json(data, Decision, run=bucket.url, key=key)
-            about = made.candidate or made.serving
-            found.append(
-                DecisionNote(made.at - began, made.verdict, made.share, made.reason, about.version)
+            found.append(decode_json(data, Decision, run=bucket.url, key=key))
+    return found
+
+
+def _note(made: Decision, began: float) -> DecisionNote:
+    about = made.candidate or made.serving
+    return DecisionNote(made.at - began, made.verdict, made.share, made.reason, about.version)
+
+
+def _candidates(decisions: Sequence[Decision], done: Simulated) -> list[CandidateNote]:
+    found = []
+    end = Decision(
+        number=0, run="0" * 32, verdict="hold", serving=ServedVersion(0, "0" * 32), by="",
+        at=done.began + done.seconds,
+    )  # fmt: skip
+    for place, begun in enumerate(decisions):
+        if begun.verdict != "gate" or begun.candidate is None:
+            continue
+        later = decisions[place + 1 :]
+        last = next((one for one in later if one.verdict not in UNDECIDED), end)
+        outcome: Outcome = "undecided"
+        if last.verdict == "promote":
+            outcome = "promoted"
+        elif last.verdict == "rollback":
+            outcome = "stopped by the gate" if last is later[0] else "rolled back"
+        spoiled = [
+            kind
+            for kind, version in done.planted.items()
+            if begun.serving.version < version <= begun.candidate.version
+        ]
+        arms: dict[str, list[float]] = {CANDIDATE: [], SERVING: []}
+        for note in done.result.notes:
+            if begun.at <= note.at + done.began <= last.at and note.arm in arms:
+                arms[note.arm].append(note.satisfaction)
+        found.append(
+            CandidateNote(
+                version=begun.candidate.version,
+                planted=", ".join(spoiled),
+                outcome=outcome,
+                seconds=last.at - begun.at,
+                answers=len(arms[CANDIDATE]),
+                satisfaction=_mean(arms[CANDIDATE]) if arms[CANDIDATE] else None,
+                serving=_mean(arms[SERVING]) if arms[SERVING] else None,
             )
+        )
     return found
 
 

@@ -365,7 +365,8 @@ def simulate(
     if not result.notes:
         raise InputError("no request was answered", hint=f"see {options.out / 'logs'}")
     bucket = open_bucket(str(options.out / "bucket"))
-    done = Simulated(config.name, population, result, bucket, began, options.seconds)
+    planted = {str(kind): version for kind, version in config.live.planted.items()}
+    done = Simulated(config.name, population, result, bucket, began, options.seconds, planted)
     report = report_of(done)
     write_simulation(report, result.notes, options.out)
     return report

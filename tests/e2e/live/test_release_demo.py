@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from deltawire.config import load_config
 from deltawire.errors import DeltawireError
 from deltawire.store import open_bucket
 from deltawire.wire import keys
@@ -29,15 +31,17 @@ def decisions(bucket):
     return found
 
 
-def outcomes(bucket):
-    """Counts what became of candidates: stopped by the gate, rolled back by users, promoted."""
+def outcomes(bucket, planted):
+    """Counts planted versions that the gate stopped, those that users rolled back, and versions
+    that were promoted though they restore none."""
     made = decisions(bucket)
-    rolled_back = [one for one in made if one.verdict == "rollback"]
-    return {
-        "gate": sum(one.reason.startswith("evaluation gate") for one in rolled_back),
-        "users": sum(one.reason.startswith("worse than version") for one in rolled_back),
-        "promoted": sum(one.verdict == "promote" and RESTORES not in one.evidence for one in made),
-    }
+    found = {"promoted": 0, "gate": 0, "users": 0}
+    for one in made:
+        found["promoted"] += one.verdict == "promote" and RESTORES not in one.evidence
+        for kind, words in (("gate", "evaluation gate"), ("users", "worse than version")):
+            if one.verdict == "rollback" and one.reason.startswith(words):
+                found[kind] += one.serving.version < planted[kind] <= one.candidate.version
+    return found
 
 
 def test_bad_versions_are_stopped_and_good_ones_are_promoted(tmp_path):
@@ -46,6 +50,7 @@ def test_bad_versions_are_stopped_and_good_ones_are_promoted(tmp_path):
         sys.executable, "-m", "deltawire", "simulate", str(ROOT / "examples" / "live.toml"),
         "--out", str(out), "--seconds", str(PATIENCE_S),
     ]  # fmt: skip
+    planted = load_config(ROOT / "examples" / "live.toml").live.planted
     log = tmp_path / "log"
     with log.open("wb") as stream:
         demo = subprocess.Popen(command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL)
@@ -56,7 +61,7 @@ def test_bad_versions_are_stopped_and_good_ones_are_promoted(tmp_path):
             assert time.monotonic() < deadline, (found, log.read_text()[-2000:])
             time.sleep(1.0)
             try:
-                found = outcomes(open_bucket(str(out / "bucket")))
+                found = outcomes(open_bucket(str(out / "bucket")), planted)
             except DeltawireError:
                 continue  # There is no bucket yet.
         demo.send_signal(signal.SIGINT)
@@ -66,7 +71,7 @@ def test_bad_versions_are_stopped_and_good_ones_are_promoted(tmp_path):
         demo.wait()
     made = decisions(open_bucket(str(out / "bucket")))
     # Each rollback gave the serving version back, and the trainer published it again.
-    for before, after in zip(made, made[1:], strict=False):
+    for before, after in pairwise(made):
         if before.verdict == "rollback":
             assert (after.verdict, after.evidence.get(RESTORES)) == (
                 "promote", float(before.serving.version),

@@ -125,3 +125,43 @@ def test_the_report_compares_the_ends_and_the_picture_shows_arms_and_decisions(t
     assert json.loads((tmp_path / "live.json").read_bytes())["gain"] == pytest.approx(0.3)
     assert len((tmp_path / "notes.jsonl").read_text().splitlines()) == 40
     assert any("canary" in value for _, value in lines_of(report))
+
+
+def test_the_report_tells_what_became_of_each_candidate(tmp_path):
+    bucket, began = open_bucket("memory://"), time.time()
+    zero, four, eight, nine = (ServedVersion(v, f"{v:032x}") for v in (0, 4, 8, 9))
+    story = [
+        ("serve", zero, None, 0, 0.0),
+        ("gate", zero, four, 10, 0.0),
+        ("rollback", zero, four, 12, 0.0),
+        ("promote", nine, None, 14, 0.0),
+        ("gate", nine, eight, 20, 0.0),
+        ("canary", nine, eight, 21, 0.25),
+        ("rollback", nine, eight, 50, 0.0),
+        ("gate", nine, ServedVersion(12, "c" * 32), 60, 0.0),
+        ("canary", nine, ServedVersion(12, "c" * 32), 61, 0.25),
+        ("promote", ServedVersion(12, "c" * 32), None, 80, 0.0),
+        ("gate", ServedVersion(12, "c" * 32), ServedVersion(16, "d" * 32), 90, 0.0),
+    ]
+    for number, (verdict, serving, candidate, at, share) in enumerate(story):
+        made = Decision(
+            number=number, run="a" * 32, verdict=verdict, serving=serving, candidate=candidate,
+            share=share, at=began + at, by="g0", reason="because",
+        )  # fmt: skip
+        bucket.put(f"{keys.LIVE_DECISIONS}{number:010}.json", encode_json(made))
+    notes = [note(30, 0.2, version=8, arm="candidate"), note(31, 0.5), note(55, 0.9)]
+    result = DriveResult(notes, Counter(asked=3))
+    planted = {"gate": 3, "users": 11}
+    report = report_of(Simulated("live", Population(), result, bucket, began, 100.0, planted))
+    told = [(one.version, one.planted, one.outcome, one.answers) for one in report.candidates]
+    assert told == [
+        (4, "gate", "stopped by the gate", 0),
+        (8, "", "rolled back", 1),
+        (12, "users", "promoted", 0),
+        (16, "", "undecided", 0),
+    ]
+    assert (report.candidates[1].satisfaction, report.candidates[1].serving) == (0.2, 0.5)
+    assert [one.seconds for one in report.candidates] == pytest.approx([2, 30, 20, 10], abs=0.01)
+    rows = dict(lines_of(report))
+    assert rows["candidate 8"] == "rolled back after 30 s; satisfaction 0.200, of others 0.500"
+    assert rows["candidate 4"] == "stopped by the gate after 2 s, planted: gate"
