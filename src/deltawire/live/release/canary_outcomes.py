@@ -2,7 +2,11 @@
 
 ::
 
-    segments ─▶ rows of this canary ─▶ (an answer is `outcome_after_s` old) ─▶ `CanaryTests`
+    segments ─▶ rows of this canary ─▶ (an answer has settled) ─▶ `CanaryTests`
+
+An answer settles `outcome_after_s` after its end, or after the end that an answer of `slow_s` would
+have had, whichever is later. Counted by its end only, an arm that answers a few seconds later than
+the other would have fewer outcomes at each early look, as if its users had not reached it.
 
 Rows of other answers are read and forgotten. A row is kept until its answer settles, at most
 `LATE_S` longer; after that only the sums of the tests, the names of users and of answers remain.
@@ -121,16 +125,23 @@ class CanaryOutcomes:
     def _settled(self, decision: Decision, now: float) -> list[SettledAnswer]:
         """Takes the answers that have settled since the last call, the earliest first."""
         after_s, found = self._release.outcome_after_s, []
-        ripe = [one for one in self.records.answers.values() if one.at <= now - after_s]
-        for answer in sorted(ripe, key=lambda one: (one.at, one.answer)):
+        ends = {one.answer: self._end(one) for one in self.records.answers.values()}
+        ripe = [one for one in self.records.answers.values() if ends[one.answer] <= now - after_s]
+        for answer in sorted(ripe, key=lambda one: (ends[one.answer], one.answer)):
             reports = self.records.settle(answer)
             share = self._rules.assigned(answer, decision)
             first = answer.user not in self._users
             self._users.add(answer.user)
             if share is not None and (first or self._release.unit == "answer"):
                 values = self._rules.values(answer, reports)
-                found.append(SettledAnswer(answer.at + after_s, answer.arm, share, first, values))
+                settled = ends[answer.answer] + after_s
+                found.append(SettledAnswer(settled, answer.arm, share, first, values))
         return found
+
+    def _end(self, answer: Capture) -> float:
+        """Returns when an answer ended, or when one of `slow_s` would have, in seconds since
+        1970."""
+        return max(answer.at, answer.at - answer.total_s + self._release.slow_s)
 
 
 def _heldout(log: DecisionLog, decision: Decision) -> HeldoutAccuracy | None:

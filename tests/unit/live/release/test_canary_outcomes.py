@@ -41,9 +41,12 @@ class Canary:
         assert self.log.append(decision)
 
     def begin(self):
+        return self.begin_at(0.5)
+
+    def begin_at(self, share):
         self.decide("serve")
         self.decide("gate", candidate=NEW)
-        self.decide("canary", candidate=NEW, share=0.5, salt="s")
+        self.decide("canary", candidate=NEW, share=share, salt="s")
         return self
 
     def put(self, *rows):
@@ -78,10 +81,10 @@ def counts(evidence):
 def test_an_answer_counts_once_when_it_has_settled():
     canary = Canary(metric="accept").begin()
     canary.put(shown(1), shown(2, SERVING), report(1))
-    assert counts(canary.poll(NOW + 59)) == (0, 0)
+    assert counts(canary.poll(NOW + 64)) == (0, 0)
     assert canary.held() == (2, 1)
     canary.put(report(2, "reject"), shown(1))  # The second row of an answer, from a crash.
-    assert counts(canary.poll(NOW + 60)) == (1, 1)
+    assert counts(canary.poll(NOW + 65)) == (1, 1)  # 60 s after an end of 5 s
     assert canary.held() == (0, 0)
     canary.put(shown(2, SERVING), report(2, "accept"))
     assert counts(canary.poll(NOW + 3600)) == (1, 1)
@@ -228,3 +231,28 @@ def test_a_gain_that_users_see_too_raises_no_alarm():
         if rng.random() < (0.9 if arm == CANDIDATE else 0.5):
             canary.put(report(number, at=NOW))
     assert not canary.poll(NOW + 1000).alarm
+
+
+def test_an_arm_that_answers_later_is_not_taken_for_one_that_users_do_not_reach():
+    canary = Canary(stages=[0.25], outcome_after_s=8.0, slow_s=10.0).begin_at(0.25)
+    looks, number = [], 0
+    rows = []
+    rng = np.random.default_rng(0)
+    for tick in range(1200):  # Twenty requests a second for a minute.
+        begun = NOW + tick / 20
+        arm = CANDIDATE if rng.random() < 0.25 else SERVING
+        took = 5.0 if arm == CANDIDATE else 1.0
+        at, number = begun + took, number + 1
+        share = 0.25 if arm == CANDIDATE else 0.75
+        rows.append(shown(number, arm, propensity=share, at=at, total_s=took))
+    rows.sort(key=lambda row: row.at)
+    for second in range(90):
+        ended = [row for row in rows if NOW + second - 1 < row.at <= NOW + second]
+        canary.put(*ended)
+        looks.append(canary.poll(NOW + second))
+    assert not any(look.mismatched for look in looks)
+    mine, theirs = looks[-1].counts[0.25]
+    assert mine + theirs == 1200
+    # A few seconds more than an answer may take, and each look has the shares that were drawn.
+    early = looks[30].counts[0.25]
+    assert sum(early) == pytest.approx(20 * (30 - 18), abs=20)
