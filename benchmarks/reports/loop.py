@@ -16,6 +16,7 @@ import argparse
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median, stdev, variance
 from typing import get_args, get_type_hints
@@ -62,7 +63,10 @@ class CostFigures(msgspec.Struct, frozen=True, kw_only=True):
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Medians over the seeds; ``pipelined_speedup`` is that of the ratios within one seed.
 
-    Idle shares, and accuracies in 0 … 1; ``heldout_spread`` is the standard deviation over seeds,
+    ``update_latency_ms`` is the time from an optimizer step to a worker that serves its version
+    (`deltawire.dashboard.latency_figures`), and ``groups_per_s`` counts tasks that workers
+    finished. Idle shares, and accuracies in 0 … 1; ``heldout_spread`` is the standard deviation
+    over seeds,
     ``heldout_standard_error`` that of the difference between the two modes' means.
     """
 
@@ -71,6 +75,9 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     heldout_async_minus_sync: float
     heldout_standard_error: float | None
     steps_per_minute: Pair
+    groups_per_s: Pair
+    update_latency_ms: Pair
+    update_latency_p95_ms: Pair
     trainer_idle: Pair
     worker_idle: Pair
     heldout: Pair
@@ -194,6 +201,9 @@ def _figures(results: dict[str, list[Summary]], seeds: int) -> RunFigures:
     def pair(figure: dict[str, float]) -> Pair:
         return Pair(alternating=figure["alternating"], pipelined=figure["pipelined"])
 
+    def middle(of: Callable[[Summary], float | None]) -> Pair:
+        return pair({way: median(of(run) or 0.0 for run in results[way]) for way in WAYS})
+
     spreads = {way: accuracies(results[way]) for way in WAYS}
     error = None
     if seeds > 1:
@@ -203,15 +213,12 @@ def _figures(results: dict[str, list[Summary]], seeds: int) -> RunFigures:
         speedups=ratios,
         heldout_async_minus_sync=fmean(spreads["pipelined"]) - fmean(spreads["alternating"]),
         heldout_standard_error=error,
-        steps_per_minute=pair(
-            {way: median(run.steps_per_minute or 0.0 for run in results[way]) for way in WAYS}
-        ),
-        trainer_idle=pair(
-            {way: median(run.idle.trainer or 0.0 for run in results[way]) for way in WAYS}
-        ),
-        worker_idle=pair(
-            {way: median(run.idle.workers or 0.0 for run in results[way]) for way in WAYS}
-        ),
+        steps_per_minute=middle(lambda run: run.steps_per_minute),
+        groups_per_s=middle(lambda run: run.groups_per_s),
+        update_latency_ms=middle(lambda run: run.update_latency_ms),
+        update_latency_p95_ms=middle(lambda run: run.update_latency_p95_ms),
+        trainer_idle=middle(lambda run: run.idle.trainer),
+        worker_idle=middle(lambda run: run.idle.workers),
         heldout=pair({way: fmean(accuracies(results[way])) for way in WAYS}),
         heldout_spread=pair(
             {way: stdev(accuracies(results[way])) if seeds > 1 else 0.0 for way in WAYS}
@@ -233,6 +240,9 @@ def _table(figures: RunFigures) -> Table:
         table.add_row(label, form.format(pair.alternating), form.format(pair.pipelined))
 
     row("steps a minute (median)", figures.steps_per_minute, "{:.1f}")
+    row("tasks a second", figures.groups_per_s, "{:.2f}")
+    row("update latency, median, ms", figures.update_latency_ms, "{:.0f}")
+    row("update latency, 95th percentile, ms", figures.update_latency_p95_ms, "{:.0f}")
     row("trainer idle", figures.trainer_idle, "{:.1%}")
     row("workers idle", figures.worker_idle, "{:.1%}")
     row("held-out accuracy (mean)", figures.heldout, "{:.1%}")

@@ -19,6 +19,7 @@ from typing import Final, Literal, TypeVar
 
 from deltawire.dashboard.budget_figures import BUDGET_FIGURES
 from deltawire.dashboard.figure import Figure, Unit
+from deltawire.dashboard.latency_figures import LATENCY_FIGURES, rate_of
 from deltawire.dashboard.state import RunState
 from deltawire.events import Gaps, Generated, Parity, Published, Step
 
@@ -126,16 +127,6 @@ def recent(events: dict[int, _E], window_s: float) -> dict[int, _E]:
     order = sorted(events.items(), key=lambda item: (item[1].at, item[0]))
     opens = order[-1][1].at - window_s if order else 0.0
     return dict([pair for pair in order[:-2] if pair[1].at >= opens] + order[-2:])
-
-
-def _generated_rate(state: RunState) -> float | None:
-    """Tokens of stored groups over the time between the first and the last of them."""
-    every = [group for one in state.with_role("worker") for group in one.generated.values()]
-    within = recent(dict(enumerate(every)), state.recent_s).values()
-    groups = sorted((group.at, group.tokens) for group in within)
-    if len(groups) < 2 or groups[-1][0] <= groups[0][0]:
-        return None
-    return sum(tokens for _, tokens in groups[1:]) / (groups[-1][0] - groups[0][0])
 
 
 def _trained_rate(state: RunState) -> float | None:
@@ -401,7 +392,7 @@ FIGURES: Final = (
         "tokens_generated_per_s",
         "1/s",
         "Tokens that workers drew, a second",
-        _generated_rate,
+        rate_of(lambda group: group.tokens),
         metric="tokens_per_second",
         labels=(("kind", "generated"),),
     ),
@@ -567,6 +558,7 @@ FIGURES: Final = (
         metric="window_seconds",
     ),
     Figure("restarts", "", "Processes started again", _restarts),
+    *LATENCY_FIGURES,
     *BUDGET_FIGURES,
 )
 """Every figure that is a function of the run's events."""

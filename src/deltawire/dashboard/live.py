@@ -368,7 +368,18 @@ def _closing_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
             ),
         ),
     ]
-    return [*rows, *_verdict_rows(summary.workers)]
+    return [*rows, _latency_row(summary), *_verdict_rows(summary.workers)]
+
+
+def _latency_row(summary: Summary) -> tuple[str, RenderableType]:
+    return (
+        "update latency",
+        Text.assemble(
+            f"{milliseconds(summary.update_latency_ms)} from a step to a worker",
+            (f"   95 % within {milliseconds(summary.update_latency_p95_ms)}", "dim"),
+            (f" · {figure(summary.groups_per_s)} tasks a second", "dim"),
+        ),
+    )
 
 
 def _closing_losses(losses: HeldoutLosses) -> tuple[str, RenderableType]:

@@ -19,6 +19,7 @@ from deltawire.config import FaultsConfig, RunConfig, parse_config
 from deltawire.config.served import ServedPrecision, served_precision
 from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.figures import BY_NAME, recent, value, whole
+from deltawire.dashboard.latency_figures import clock_problem
 from deltawire.dashboard.release import ReleaseStatus, release_of
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.display import safe_line
@@ -145,6 +146,12 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     changed_share: float | None
     swap_ms: float | None
     blocked_ms: float | None
+    update_latency_ms: float | None = None
+    """Time from an optimizer step until a worker serves its version, by the clocks of the two
+    processes: the median, the 95th percentile, and the slowest worker of the newest version."""
+    update_latency_p95_ms: float | None = None
+    update_latency_last_ms: float | None = None
+    groups_per_s: float | None = None
     merge_kept: float | None
     k3: float | None
     k3_max: float | None
@@ -246,6 +253,7 @@ class Watch:
         problems += _unreadable(self._events.unreadable)
         newest = self._newest = self._newest_version(run, problems)
         problems += _alarms(fleet)
+        problems += filter(None, [clock_problem(fleet.clock_offsets)])
         lines = [
             _line(name, state, fleet, newest, self._clock())
             for name in sorted(_names(state) | fleet.heartbeats.keys())

@@ -148,8 +148,14 @@ def _figures(status: RunStatus) -> Table:
             f"{_text('blocked_ms', status)} a publish, {_text('swap_ms', status)} a swap",
         ),
         (
+            "update latency",
+            f"{_text('update_latency_ms', status)}, 95 % {_text('update_latency_p95_ms', status)}",
+            "slowest worker",
+            _text("update_latency_last_ms", status),
+        ),
+        (
             "groups",
-            f"{status.groups_stored} stored, {in_flight} in flight",
+            f"{status.groups_stored} stored, {in_flight} in flight, {_rate(status.groups_per_s)}",
             "over the last",
             _text("window_s", status),
         ),

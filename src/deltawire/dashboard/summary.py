@@ -191,6 +191,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trainer_blocked_ms: float | None
     swap_ms: float | None
     prepare_ms: float | None
+    update_latency_ms: float | None = None
+    update_latency_p95_ms: float | None = None
+    update_latency_last_ms: float | None = None
+    groups_per_s: float | None = None
     k3: StepDivergence
     configuration: dict[str, str]
     configuration_sha256: str
@@ -266,6 +270,10 @@ def summarize(
         trainer_blocked_ms=value("blocked_ms", state),
         swap_ms=value("swap_ms", state),
         prepare_ms=value("prepare_ms", state),
+        update_latency_ms=value("update_latency_ms", state),
+        update_latency_p95_ms=value("update_latency_p95_ms", state),
+        update_latency_last_ms=value("update_latency_last_ms", state),
+        groups_per_s=value("groups_per_s", state),
         k3=StepDivergence(median=value("k3", state), max=value("k3_max", state)),
         configuration=settings,
         configuration_sha256=_digest(settings),

@@ -140,6 +140,20 @@ class Fleet:
             table.pop(name, None)
 
     @property
+    def clock_offsets(self) -> dict[str, float]:
+        """By living process, the seconds by which its clock is ahead of the store's.
+
+        Each heartbeat states when it was written by the process's own clock, and the store when it
+        arrived. One that was replaced between its listing and its read counts up to a period of
+        heartbeats too much.
+        """
+        return {
+            name: one.at - self._read_of[name][1].timestamp()
+            for name, one in self.heartbeats.items()
+            if name in self._read_of and self.states[name] in ("alive", "stalled")
+        }
+
+    @property
     def streams(self) -> set[str]:
         """Names of the event streams of all processes that have a heartbeat."""
         return {f"{one.process}-{one.nonce}" for one in self.heartbeats.values()}

@@ -163,6 +163,8 @@ def test_every_figure(bucket) -> None:
     assert found.workers_idle == 0
     assert found.tokens_trained_per_s == pytest.approx(100)
     assert found.tokens_generated_per_s == pytest.approx(10)
+    assert found.groups_per_s == pytest.approx(0.2)
+    assert found.update_latency_ms == found.update_latency_p95_ms == found.update_latency_last_ms
     assert (found.bytes_per_version, found.bytes_full, found.swap_ms) == (1000, 50_000, 4.0)
     assert (found.k3, found.k3_max, found.ratio_max) == pytest.approx((2e-7, 3e-7, 1.5))
     assert found.groups_in_flight == 4

@@ -132,6 +132,7 @@ function showHeads(place, found) {
     ["Staleness, at most", [number(most), within === null ? null : h("span", { class: within ? "good" : "bad" }, within ? " ✓" : " ✗")], found.bound === null ? "versions" : `bound ${found.bound}, mean ${text("staleness.total.mean")}`],
     ["Bytes a version", text("bytes_per_version"), full && delta ? `${number(full / delta)}× smaller than ${bytes(full)}` : "no version yet"],
     ["Idle", [h("span", {}, text("trainer_idle")), h("span", { class: "arrow" }, " / "), h("span", {}, text("workers_idle"))], "trainer / workers, between first and last step"],
+    ["Update latency", text("update_latency_ms"), `from a step to a worker; 95 % within ${text("update_latency_p95_ms")}; ${text("groups_per_s")} tasks a second`],
     ["Parity (k3)", value("k3_same_version") === null ? withUnit("nats")(value("k3")) : withUnit("nats")(value("k3_same_version")), `largest gap ${text("largest_gap")} nats; ${number(value("parity_warnings") || 0)} warnings`],
     ["Groups", number(value("groups_total")), `trained on; ${number(value("groups_dropped_total") || 0)} dropped, ${number(status?.groups_in_flight)} in flight`],
   ];
