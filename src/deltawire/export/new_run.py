@@ -22,6 +22,7 @@ from deltawire.store import Bucket
 from deltawire.sync import open_publisher
 from deltawire.sync.chain.base_statement import BaseStatement, state_base
 from deltawire.sync.chain.objects import put_blob
+from deltawire.sync.publish.offload import require_room
 from deltawire.wire.run import ModelFile, TensorSpec
 from deltawire.wire.seal import Signer
 
@@ -60,6 +61,9 @@ def publish_start(
     """
     model, source = start
     specs, tensors = source.specs(), source.tensors()
+    snapshot_dir = machine_policy().publisher_dir(config.train.publisher_offload)
+    if snapshot_dir is not None:  # Before anything is stored.
+        require_room(snapshot_dir, specs)
     frozen = tensors.keys() - source.trained().keys()
     contents = published_files(directory, specs)
     quantization = getattr(source, "quantization_config", None)
@@ -86,7 +90,7 @@ def publish_start(
         run_id=run_id,
         compaction_strides=(),
         frozen=frozen,
-        snapshot_dir=machine_policy().publisher_dir(config.train.publisher_offload),
+        snapshot_dir=snapshot_dir,
     ).close()
 
 

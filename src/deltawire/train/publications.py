@@ -162,6 +162,7 @@ class Publication:
 
     def _make(self, version: int, bits: Mirror, committed: Future[None] | None = None) -> None:
         shards: Mapping[str, LocalShard] = self.source.derived(bits)
+        bits.touched(sum(one.nbytes for one in bits.tensors.values()))
         if committed is not None:
             committed.result()
         if self._publisher.next_version != version:

@@ -83,6 +83,10 @@ def test_a_publisher_on_disk_publishes_the_same(trained, tmp_path, monkeypatch):
     (tmp_path / "policy.toml").write_text("")
     with pytest.raises(InputError, match="snapshot_dir"):
         start(tmp_path / "refused", publisher_offload="disk")
+    (tmp_path / "policy.toml").write_text(f'snapshot_dir = "{tmp_path}/missing"')
+    with pytest.raises(InputError, match="no folder"):
+        start(tmp_path / "refused", publisher_offload="disk")
+    assert not [one for one in (tmp_path / "refused" / "bucket").rglob("*") if one.is_file()]
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "policy.toml").write_text(f'snapshot_dir = "{tmp_path}/snapshots"')
     bucket = start(tmp_path / "disk", publisher_offload="disk")

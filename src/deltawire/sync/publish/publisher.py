@@ -237,6 +237,7 @@ class Publisher:
                 raise InputError(f"the run has no tensor {name[:120]!r}", run=self.bucket.url)
             if not np.array_equal(_loaded(self._bits(specs[stored], value)), held[stored]):
                 return False
+            self._writer.baseline.touched(held[stored].nbytes)
         return self.version >= 0
 
     def flush(self) -> None:
