@@ -1,5 +1,6 @@
 """A run's adapter is served from a slot of vLLM, or refused by name when the engine starts."""
 
+import numpy as np
 import pytest
 from engine import Engine, prompts
 from shapes import LAYERS, Trainer, build
@@ -105,3 +106,43 @@ def test_settings_that_are_not_the_adapters_are_refused(tmp_path, monkeypatch, t
             Engine(trainer.model, run=bucket.url, adapter=True, follow=False)
     finally:
         other.close()
+
+
+def test_an_adapter_of_another_vocabulary_is_refused(tmp_path, monkeypatch, trainer):
+    import shapes
+
+    name = "base_model.model.model.embed_tokens.lora_embedding_A"
+    drawn = {one: trainer.tensors[one] for one in trainer.trained}
+    drawn[name] = np.ascontiguousarray(drawn[name][:, :-4])
+    monkeypatch.setattr(shapes, "draw_adapter", lambda specs: drawn)
+    bucket = open_bucket(str(tmp_path / "bucket"), create=True)
+    other = Trainer(bucket, trainer.model, adapter=True)
+    try:
+        with pytest.raises(Exception, match=f"{name} is for a vocabulary of 496 tokens.* 500"):
+            Engine(trainer.model, run=bucket.url, adapter=True, follow=False)
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("left", ["lm_head", "embed_tokens"])
+def test_a_model_whose_class_takes_no_adapter_there_is_refused(monkeypatch, trainer, left):
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "embedding_modules", {left: "the other"})
+    other = {"lm_head": "embed_tokens", "embed_tokens": "lm_head"}[left]
+    why = rf"vLLM computes no adapter of {other} in Qwen3ForCausalLM: \S*{other}.lora_"
+    with pytest.raises(Exception, match=why):
+        Engine(trainer.model, run=trainer.publisher.bucket.url, adapter=True, follow=False)
+
+
+def test_vllm_itself_fails_at_log_probabilities_of_prompts_with_an_adapter_of_the_head(
+    tmp_path, trainer
+):
+    """Once it does not, such requests need not be refused."""
+    from vllm import SamplingParams
+
+    own = Engine(trainer.write(tmp_path / "own"), adapter=True)
+    wanted = SamplingParams(prompt_logprobs=1, max_tokens=1, detokenize=False)
+    questions = [{"prompt_token_ids": question} for question in prompts(2)]
+    with pytest.raises(RuntimeError, match="does not broadcast"):
+        own.llm.generate(questions, wanted, use_tqdm=False, lora_request=own.adapter)
