@@ -130,7 +130,7 @@ def machine_policy() -> MachinePolicy:
                 f"there is no machine policy at {path}", hint=f"see {POLICY}"
             ) from error
         return MachinePolicy()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read the machine policy {path}: {error}") from error
     try:
         return msgspec.convert(raw, MachinePolicy)

@@ -21,7 +21,7 @@ from deltawire.store import Bucket, open_bucket
 MAX_BYTES = 1 << 20
 Name = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e7)]
+Seconds = Annotated[float, msgspec.Meta(ge=1e-6, le=1e7)]
 Bandwidth = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
@@ -224,7 +224,7 @@ def read_request(path: Path, changes: dict[str, str] | None = None) -> PlanReque
         raise InputError(f"{path} is larger than {MAX_BYTES:,} bytes, so it is no plan")
     try:
         plan: dict[str, Any] = tomllib.loads(raw.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
+    except (ValueError, RecursionError) as failure:
         raise InputError(f"{path} is not TOML: {failure}") from None
     for key, value in (changes or {}).items():
         _change(plan, key, value)
@@ -242,7 +242,7 @@ def _change(plan: dict[str, Any], key: str, value: str) -> None:
     """Sets one key of a decoded plan."""
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = value
     parts = key.split(".")
     tables: list[Any] = [plan]

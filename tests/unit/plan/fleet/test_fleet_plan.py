@@ -211,6 +211,8 @@ WRONG = {
     "store": ("away = true", 'away = true\nstore = "tape"', "no store is called 'tape'"),
     "engine": ("accelerators = 32", "accelerators = 30", "not divisible into engines of 4"),
     "changed": ("changed = 0.003", "", "neither changed nor learn_from"),
+    "seconds": ("step_s = 60", "step_s = 1e-300", "is not a plan: .*step_s"),
+    "depth": ("step_s = 60", f"step_s = {'[' * 5000}", "is not TOML"),
     "key": ("tail = 2.0", "tails = 2.0", "is not a plan: .*tails"),
     "twice": ('name = "far"', 'name = "home"', "two regions have the same name"),
     "model": ('"qwen3-30b-a3b"', '"qwen9"', "neither a model of the catalogue nor a file"),
