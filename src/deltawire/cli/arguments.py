@@ -38,6 +38,13 @@ def share(text: str) -> float:
     return _from_zero(text, "share")
 
 
+def fraction(text: str) -> float:
+    """Parses a share from 0 to 1."""
+    if (value := share(text)) > 1:
+        raise argparse.ArgumentTypeError(f"{text} is above 1")
+    return value
+
+
 def _from_zero(text: str, kind: str) -> float:
     try:
         value = float(text)

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from deltawire.cli.arguments import add_json, add_key, add_run_url, add_trust, share, trust_of
+from deltawire.cli.arguments import add_json, add_key, add_run_url, add_trust, fraction, trust_of
 
 ACTIONS = ("status", "plan", "decide", "promote", "hold", "rollback")
 
@@ -38,14 +38,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--once", action="store_true", help="decide what follows now, then stop")
     parser.add_argument(
         "--effect",
-        type=share,
+        type=fraction,
         default=0.05,
         metavar="SHARE",
         help="plan for a candidate better by this (default: 0.05)",
     )
     parser.add_argument(
         "--rate",
-        type=share,
+        type=fraction,
         default=0.5,
         metavar="SHARE",
         help="plan for this mean outcome of the serving version (default: 0.5)",

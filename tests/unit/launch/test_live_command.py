@@ -6,9 +6,12 @@ import pytest
 from live_gateway import published
 
 from deltawire.cli.main import main
+from deltawire.config.release import ReleaseConfig
+from deltawire.errors import InputError
 from deltawire.estimates import OffPolicyEstimate
 from deltawire.events import Evaluated
 from deltawire.launch.releasing import exit_code
+from deltawire.live.release.evidence import LEAST_EFFECT, planned_answers
 from deltawire.runtime.event_log import EventLog
 from deltawire.store import open_bucket
 from deltawire.wire import keys
@@ -60,6 +63,28 @@ def test_the_plan_names_answers_before_anyone_is_served(bucket, capsys):
     assert [stage["share"] for stage in plan["stages"]] == [0.01, 0.05, 0.25, 0.5]
     assert plan["shadow"] == 0
     assert plan["outcomes"] == sum(stage["outcomes"] for stage in plan["stages"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--effect", "1e308"], "1e308 is above 1"),
+        (["--rate", "2"], "2 is above 1"),
+        (["--effect", "nan"], "nan is no share"),
+    ],
+)
+def test_plans_for_impossible_effects_are_refused(bucket, capsys, arguments, named):
+    with pytest.raises(SystemExit):
+        main(["live", "plan", bucket, *arguments])
+    assert named in capsys.readouterr().err
+
+
+def test_an_effect_that_no_number_of_answers_shows_is_refused():
+    release = ReleaseConfig(margin=1e-300)
+    assert planned_answers(release, effect=LEAST_EFFECT)[-1] > 10**6
+    for effect in (0.0, 1e-300):
+        with pytest.raises(InputError, match="cannot be shown"):
+            planned_answers(release, effect=effect)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deltawire.config.release import ReleaseConfig
+from deltawire.errors import InputError
 from deltawire.live.release.outcomes import METRIC, SettledAnswer
 from deltawire.live.release.sequential_tests import (
     ArmDifference,
@@ -31,6 +32,8 @@ from deltawire.live.release.sequential_tests import (
 from deltawire.wire.decisions import CANDIDATE
 
 SAME_SHARE = 1e-9
+LEAST_EFFECT = 1e-6
+"""The least sum of an effect and the margin for which outcomes are planned."""
 GAP_ALARM = "gap_alarm"
 """The figure of a decision that is 1 if users do not see the held-out gain."""
 
@@ -272,7 +275,15 @@ def planned_answers(
     and x = n (effect + margin)² / V for n outcomes, of which each gives information 1/V with
     V = v/share + v/(1 − share) and v = rate (1 − rate). It must reach log(1/α) and the cost of
     holding a grid of bets, about log(4).
+
+    Raises `InputError` if the effect and the margin together are too small to be shown.
     """
+    if effect + release.margin < LEAST_EFFECT:
+        raise InputError(
+            f"an effect of {effect:g} cannot be shown with live.release.margin = "
+            f"{release.margin:g}",
+            hint=f"plan for an effect of {LEAST_EFFECT:g} or more",
+        )
     wanted = log_threshold(release.error_rate) + math.log(4)
     x = (1.2816 + math.sqrt(1.2816**2 + 2 * wanted)) ** 2
     spread = max(rate * (1 - rate), 1e-4)
