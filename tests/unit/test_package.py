@@ -135,7 +135,7 @@ FLAGS = {
     },
     "forget": TRUST | {"--state", "--learner-key", "--rebuild", "--key", "--json"},
     "simulate": {"--out", "--seconds", "--rate", "--dry-run", "--seed", "--json"},
-    "replica": TRUST | {"--host", "--port", "--token-file", "--hold", "--cpus"},
+    "replica": TRUST | {"--host", "--port", "--token-file", "--hold", "--cpus", "--precision"},
     "gateway": TRUST
     | {
         "--key",

@@ -6,8 +6,10 @@ import argparse
 
 from deltawire.cli.arguments import (
     add_address,
+    add_precision,
     add_run_url,
     add_trust,
+    location_of,
     trust_of,
 )
 
@@ -19,6 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.set_defaults(call=run)
     add_run_url(parser)
+    add_precision(parser)
     add_address(parser, port=8001)
     parser.add_argument(
         "--token-file",
@@ -39,13 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal comes."""
     from deltawire.launch.embedding import ReplicaOptions, serve_replica
 
+    trust = trust_of(arguments)
     options = ReplicaOptions(
         host=arguments.host,
         port=arguments.port,
         token_file=arguments.token_file,
         hold=arguments.hold,
         cpus=arguments.cpus,
-        trust=trust_of(arguments),
+        trust=trust,
     )
-    serve_replica(arguments.run, options)
+    serve_replica(location_of(arguments.run, arguments.precision, trust), options)
     return 0

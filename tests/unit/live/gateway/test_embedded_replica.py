@@ -15,6 +15,8 @@ from granted_groups import start_with_groups
 from live_gateway import rows_in
 
 from deltawire.chat.requests import RequestDefaults
+from deltawire.cli.arguments import location_of
+from deltawire.config import BuildConfig
 from deltawire.errors import InputError, ResyncError
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.live.capture.consent import ConsentRule
@@ -23,11 +25,13 @@ from deltawire.live.gateway.app import LiveCalls
 from deltawire.live.gateway.embedded_replica import open_replica
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions
 from deltawire.rl.trainer.trainer import Trainer
+from deltawire.runtime.lines import publication_bucket
 from deltawire.runtime.process import Process, open_run
+from deltawire.runtime.trusted import ANY
 from deltawire.serving.app import build_app
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.serving.vllm import VllmReplica
-from deltawire.sync import newest_version, read_manifest
+from deltawire.sync import newest_version, read_manifest, require_run
 from deltawire.wire.receipts import hash_tokens, read_receipt
 from deltawire.wire.signing import Ed25519Signer
 
@@ -179,6 +183,39 @@ def test_without_hold_it_follows_the_run(bucket):
             assert (await member.held()).version == 2
 
     asyncio.run(scenario())
+
+
+def test_replicas_serve_each_precision_of_a_run_and_follow_it(tmp_path):
+    """One on the run, one on its line: each holds the bits of its own versions."""
+    train = {
+        "versions": 2, "groups_per_step": 1, "max_staleness": 100, "also_publish": ["fp8-block"],
+    }  # fmt: skip
+    sizes = BuildConfig(hidden_size=64, layers=1, head_size=32, feed_forward_size=64, context=64)
+    bucket = start_with_groups(tmp_path, groups=2, train=train, sizes=sizes)
+    line = publication_bucket(bucket, "fp8-block")
+
+    async def scenario():
+        async with replica_on(bucket) as (exact, _), replica_on(line) as (rounded, _):
+            starts = [(await one.held()).version for one in (exact, rounded)]
+            await asyncio.to_thread(publish, bucket, 2)
+            async with asyncio.timeout(60):
+                while True:
+                    states = [await one.held() for one in (exact, rounded)]
+                    if [one.version for one in states] == [2, 2]:
+                        return starts, [one.digest for one in states]
+                    await asyncio.sleep(0.05)
+
+    starts, digests = asyncio.run(scenario())
+    assert starts == [0, 0]
+    expected = [read_manifest(one, require_run(one), 2).digest for one in (bucket, line)]
+    assert digests == expected
+    assert len(set(digests)) == 2
+
+
+def test_a_precision_that_the_run_does_not_publish_is_refused(bucket):
+    with pytest.raises(InputError, match="does not publish int4-g32") as refused:
+        location_of(bucket.url, "int4-g32", ANY)
+    assert "it publishes bf16" in refused.value.hint
 
 
 def test_a_run_without_versions_is_refused(tmp_path, monkeypatch):
