@@ -63,7 +63,8 @@ class LaterAnchors:
     """Makes the anchors of one writer's versions, one at a time. Not for use by several threads.
 
     ``on_anchor`` is called by the anchor thread. ``commit`` makes the anchor of a version from this
-    writer's payload of it; by default, that payload is all of it.
+    writer's payload of it; by default, that payload is all of it. ``refuse`` tells other writers
+    that this one has no payload of a version, before they wait for it.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class LaterAnchors:
         *,
         on_anchor: Callable[[AnchorStats], None] | None = None,
         commit: Callable[[Manifest, Payload], None] | None = None,
+        refuse: Callable[[int, Exception], None] = lambda _version, _error: None,
     ) -> None:
         self._writer = writer
         self._on_anchor = on_anchor
         self._commit = commit or self.create
+        self._refuse = refuse
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="anchors")
         self._running: Future[AnchorStats] | None = None
         self._mirror: Mirror | None = None
@@ -154,10 +157,7 @@ class LaterAnchors:
         started = time.perf_counter()
         writer = self._writer
         try:
-            payload, reused = writer.upload_anchor(mirror, sums)
-            if newest_retention_floor(writer.bucket, writer.run) > manifest.version:
-                raise InputError("retention has closed the version meanwhile")
-            self._commit(manifest, payload)
+            payload, reused = self._committed(manifest, mirror, sums)
             keep_blobs(
                 writer.bucket, writer.run, payload.blobs,
                 lambda: restore_anchor(writer.bucket, writer.run, payload, mirror),
@@ -173,3 +173,18 @@ class LaterAnchors:
         if self._on_anchor is not None:
             self._on_anchor(done)
         return done
+
+    def _committed(
+        self, manifest: Manifest, mirror: Mirror, sums: Mapping[Chunk, Digest]
+    ) -> tuple[Payload, int]:
+        """Uploads and commits an anchor; returns its payload, and the bytes reused in it."""
+        writer = self._writer
+        try:
+            payload, reused = writer.upload_anchor(mirror, sums)
+            if newest_retention_floor(writer.bucket, writer.run) > manifest.version:
+                raise InputError("retention has closed the version meanwhile")
+            self._commit(manifest, payload)
+        except Exception as error:
+            self._refuse(manifest.version, error)
+            raise
+        return payload, reused

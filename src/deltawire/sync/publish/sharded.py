@@ -193,6 +193,7 @@ class ShardPublisher:
             self._writer,
             on_anchor=on_anchor if rank == LEADER else None,
             commit=self._commit_anchor,
+            refuse=self._refuse,
         )
         self._submitted = -1
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shards")
@@ -421,19 +422,15 @@ class ShardPublisher:
         thread of each rank.
         """
         version = manifest.version
-        try:
-            part = self._writer.anchor_part(manifest, payload, rank=self.rank, ranks=self.ranks)
-            self._create_part(keys.anchor_part(version, self._session, self.rank), part)
-            if self.rank == LEADER:
-                parts = self._await_parts(version, keys.anchor_part)
-                refs = [one.anchor for one in parts]
-                self._anchors.create(manifest, merge_payloads(self.bucket, self.run, refs, {}))
-                self._delete_parts(version, keys.anchor_part)
-            else:
-                self._await_anchor(version)
-        except Exception as error:
-            self._refuse(version, error)
-            raise
+        part = self._writer.anchor_part(manifest, payload, rank=self.rank, ranks=self.ranks)
+        self._create_part(keys.anchor_part(version, self._session, self.rank), part)
+        if self.rank == LEADER:
+            parts = self._await_parts(version, keys.anchor_part)
+            refs = [one.anchor for one in parts]
+            self._anchors.create(manifest, merge_payloads(self.bucket, self.run, refs, {}))
+            self._delete_parts(version, keys.anchor_part)
+        else:
+            self._await_anchor(version)
 
     def _await_anchor(self, version: int) -> None:
         key = keys.compacted(None, version)

@@ -6,6 +6,7 @@ import pytest
 from anchored import anchor_of
 from shard_ranks import RANKS, close, publish_all, rank_publisher
 
+from deltawire.errors import RetryError
 from deltawire.store import DelegatingBucket, open_bucket, retrying
 from deltawire.sync import Publisher, Subscriber, load_mirror, newest_version, prune
 from deltawire.sync.chain.objects import later_anchors
@@ -167,8 +168,9 @@ def test_ranks_make_an_anchor_together_after_their_commit():
     assert check_run(bucket, deep=True).faults == []
 
 
+@pytest.mark.parametrize("stage", ["upload", "part"])
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_a_rank_whose_anchor_fails_stops_no_version(rank):
+def test_a_rank_whose_anchor_fails_stops_no_version(rank, stage, monkeypatch):
     """The others learn of it at once instead of waiting for its part."""
     inner = open_bucket("memory://")
     buckets = [FaultyBucket(inner) for _ in range(RANKS)]
@@ -178,7 +180,14 @@ def test_a_rank_whose_anchor_fails_stops_no_version(rank):
     ]
     for version in range(2):
         assert publish_all(publishers, version) == [None] * RANKS
-    buckets[rank].fail("create", "*/anchor-*", times=None, error=no_answer)
+    if stage == "part":
+        buckets[rank].fail("create", "*/anchor-*", times=None, error=no_answer)
+    else:
+
+        def fail(*_):
+            raise RetryError("the store does not answer")
+
+        monkeypatch.setattr(publishers[rank]._writer, "upload_anchor", fail)
     for version in range(2, 6):
         assert publish_all(publishers, version) == [None] * RANKS
     close(publishers)
