@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltawire.cli.arguments import add_json, add_seed
+from deltawire.cli.exit_codes import INTERRUPTED
+from deltawire.display import safe_line
 
 if TYPE_CHECKING:
     from deltawire.launch.simulating import PlannedRelease
@@ -63,7 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"{name.replace('_', ' '):20} {value:.4g}")  # noqa: T201
             _show_plan(plan)
         return 0
-    report = simulate(config, path, options, report_line=report_to_stderr)
+    try:
+        report = simulate(config, path, options, report_line=report_to_stderr)
+    except KeyboardInterrupt:
+        if not (bucket := options.out / "bucket").is_dir():
+            raise
+        report_to_stderr(
+            safe_line(f"interrupted; stored until then: {bucket} (deltawire report {bucket})")
+        )
+        return INTERRUPTED
     if arguments.json:
         print(msgspec.json.encode(report).decode())  # noqa: T201
         return 0

@@ -46,6 +46,7 @@ from deltawire.launch.releasing import ReleaseOptions, take_decision
 from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
 from deltawire.live.learning.learner import check_learnable
 from deltawire.live.release.evidence import planned_answers
+from deltawire.runtime.guard import guarded
 from deltawire.runtime.supervisor import COMMAND
 from deltawire.runtime.trusted import ReaderTrust
 from deltawire.store import Bucket, open_bucket
@@ -61,6 +62,8 @@ PLANNED_EFFECT = 0.05
 PLANNED_POWER = 0.9
 """That of `planned_answers`."""
 REPORT_EVERY_S = 10.0
+MOST_SECONDS = 30 * 86_400.0
+MOST_RATE = 10_000.0
 _URL = re.compile(rb"serving .* on (http://\S+)")
 
 ReportLine = Callable[[str], None]
@@ -93,8 +96,11 @@ def releases(config: RunConfig) -> bool:
 
 def check_simulation(config: RunConfig, options: SimulationOptions) -> Population:
     """Returns the users; raises `InputError` for a configuration or options that cannot work."""
-    if not (options.seconds > 0 and options.rate > 0):
-        raise InputError("--seconds and --rate must be above 0")
+    if not (0 < options.seconds <= MOST_SECONDS and 0 < options.rate <= MOST_RATE):
+        raise InputError(
+            "--seconds and --rate must be above 0, and at most "
+            f"{MOST_SECONDS:,.0f} and {MOST_RATE:,.0f}"
+        )
     check_learnable(config, "")
     if config.live.planted and not releases(config):
         raise InputError("live.planted needs releases", hint="set evaluate.every")
@@ -191,20 +197,24 @@ def _answers_of(asked: int, users: int) -> int | None:
 
 @dataclass
 class _Child:
-    """A started command and its log."""
+    """A started command and its log. ``process`` is its guard: the command ends with it, and with
+    this process, however that dies."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
 
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the command unless it ended; its guard ignores SIGINT and SIGTERM."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, number)
+
     def require_alive(self) -> None:
         """Raises `InputError` with the end of its log if it ended."""
         if self.process.poll() is not None:
             tail = self.log.read_bytes()[-600:].decode("utf-8", "replace").strip()
-            raise InputError(
-                f"{self.name} ended with code {self.process.returncode}: {tail}",
-                hint=f"see {self.log}",
-            )
+            raise InputError(f"{self.name} ended early: {tail}", hint=f"see {self.log}")
 
     def url(self) -> str:
         """Waits until it listens and returns its URL."""
@@ -305,16 +315,17 @@ class LiveStack:
         for names in ({"run"}, set[str]()):  # Those not named, then all.
             stopping = [one for one in self._children if one.name not in names]
             for child in stopping:
-                if child.process.poll() is None:
-                    number = signal.SIGINT if child.name == "run" else signal.SIGTERM
-                    child.process.send_signal(number)
+                child.send(signal.SIGINT if child.name == "run" else signal.SIGTERM)
             deadline = time.monotonic() + STOP_WITHIN_S
             for child in stopping:
                 try:
                     child.process.wait(max(deadline - time.monotonic(), 0.0))
                 except subprocess.TimeoutExpired:
-                    child.process.kill()
+                    child.send(signal.SIGKILL)
                     child.process.wait()
+        for child in self._children:
+            assert child.process.stdin is not None
+            child.process.stdin.close()
 
     def _command(self, name: str, *arguments: str, log: str = "") -> _Child:
         path = self.options.out / "logs" / f"{log or name}.log"
@@ -326,10 +337,10 @@ class LiveStack:
         stream: IO[bytes]
         with path.open("wb") as stream:
             process = subprocess.Popen(  # noqa: S603 - our own command
-                [*COMMAND, name, *arguments],
+                guarded([*COMMAND, name, *arguments]),
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # Never written to: its end ends the command.
                 env={**os.environ, **variables},
                 start_new_session=True,  # Ctrl-C reaches this process only, which ends them all.
             )
@@ -350,6 +361,8 @@ def simulate(
         raise InputError(
             f"{options.out} holds a run already", hint="choose another --out, or delete it"
         )
+    if any(place.exists() and not place.is_dir() for place in (options.out, *options.out.parents)):
+        raise InputError(f"--out {options.out} is not a folder", hint="choose another --out")
     with _ended_by_signals(), LiveStack(config, config_path, options, report_line) as stack:
         began = time.time()
         watch = _Progress(report_line, population)

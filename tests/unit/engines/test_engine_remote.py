@@ -462,7 +462,7 @@ def test_a_guarded_command_ends_with_its_parent_however_that_dies(
     command = [
         sys.executable,
         "-m",
-        "deltawire.engines.vllm.guard",
+        "deltawire.runtime.guard",
         sys.executable,
         "-c",
         PROCESS_TREE,

@@ -65,12 +65,13 @@ def test_what_cannot_be_simulated_is_refused(tmp_path, capsys):
     other = tmp_path / "other.toml"
     text, released = Path(WITHOUT_RELEASES).read_text(), Path(EXAMPLE).read_text()
     cases = [
-        (text, ["--seconds", "0"], "above 0"),
         (
             re.sub("planted = {.*}", "planted = { gate = 12, users = 20 }", released),
             [],
             "12 and 20",
         ),
+        *((text, [f"--seconds={value}"], "above 0") for value in ("0", "-1", "nan", "inf", "1e99")),
+        *((text, [f"--rate={value}"], "above 0") for value in ("0", "nan", "1e99")),
         (text.replace('"given"', '"group_mean"'), [], "given"),
         (
             text.replace('"simulated_users"', '"reasoning_gym"').replace("options", "# "),
@@ -82,6 +83,11 @@ def test_what_cannot_be_simulated_is_refused(tmp_path, capsys):
         other.write_text(content)
         assert main(["simulate", str(other), "--dry-run", *more]) == 2
         assert words in capsys.readouterr().err
+    assert main(["simulate", str(tmp_path / "missing.toml"), "--dry-run"]) == 2
+    assert "cannot read the configuration" in capsys.readouterr().err
+    for place in (other, other / "below"):
+        assert main(["simulate", EXAMPLE, "--out", str(place)]) == 2
+        assert "is not a folder; choose another --out" in capsys.readouterr().err
     (tmp_path / "out" / "bucket").mkdir(parents=True)
     assert main(["simulate", EXAMPLE, "--out", str(tmp_path / "out")]) == 2
     assert "holds a run already" in capsys.readouterr().err

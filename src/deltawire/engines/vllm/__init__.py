@@ -2,5 +2,5 @@
 
 Two sides share this folder. In vLLM's processes, loaded as a plugin: `swap_controller` (the core),
 `rank_weights` (each worker) and their dependencies. In a rollout worker, which starts a vLLM server
-and imports no vLLM module: `opening`, `server`, `guard` and `remote`.
+and imports no vLLM module: `opening`, `server` and `remote`.
 """

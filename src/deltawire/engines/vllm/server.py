@@ -22,6 +22,7 @@ from pathlib import Path
 from deltawire.engines.vllm.remote import EngineClient
 from deltawire.engines.vllm.routed_experts import FLAG
 from deltawire.errors import InputError, ResyncError
+from deltawire.runtime.guard import guarded
 
 PYTHON = "DELTAWIRE_VLLM_PYTHON"
 ARGUMENTS = "DELTAWIRE_VLLM_ARGS"
@@ -99,7 +100,7 @@ class VllmServer:
         ]  # fmt: skip
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
-                [sys.executable, "-m", "deltawire.engines.vllm.guard", *command],
+                guarded(command),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -88,6 +88,7 @@ class UserDriver:
         watch: Callable[[ServedNote], None] = lambda _: None,
     ) -> None:
         try:
+            import httpx
             import openai
         except ImportError as error:
             raise InputError(
@@ -95,7 +96,8 @@ class UserDriver:
             ) from error
         if not url.startswith(("http://", "https://")):
             raise InputError(f"{url[:80]!r} is not an http:// or https:// URL")
-        self._errors: tuple[type[Exception], ...] = (openai.OpenAIError,)
+        self._errors: tuple[type[Exception], ...] = (openai.OpenAIError, httpx.HTTPError)
+        """httpx's own if a stream breaks off: the client wraps only those of its start."""
         self._refusals = openai.APIStatusError
         self._client = openai.AsyncOpenAI(
             base_url=url.rstrip("/") + "/v1", api_key=token, max_retries=0, timeout=60.0
@@ -115,23 +117,26 @@ class UserDriver:
         began = time.monotonic()
         tasks: set[asyncio.Task[None]] = set()
         async with self._client:
-            for number, due in enumerate(self._population.arrivals(rate)):
-                late = time.monotonic() - began >= seconds  # This machine may not keep the rate.
-                if late or due >= seconds or stopping():
-                    break
-                await asyncio.sleep(max(0.0, began + due - time.monotonic()))
-                self.result.counts["asked"] += 1
-                if self._asking >= AT_ONCE:
-                    self.result.counts["turned_away"] += 1
-                    continue
-                task = asyncio.create_task(self._user(self._population.request(number), began))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-            while tasks and not stopping():
-                await asyncio.wait(tasks, timeout=0.5)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            try:
+                for number, due in enumerate(self._population.arrivals(rate)):
+                    # This machine may not keep the rate.
+                    late = time.monotonic() - began >= seconds
+                    if late or due >= seconds or stopping():
+                        break
+                    await asyncio.sleep(max(0.0, began + due - time.monotonic()))
+                    self.result.counts["asked"] += 1
+                    if self._asking >= AT_ONCE:
+                        self.result.counts["turned_away"] += 1
+                        continue
+                    task = asyncio.create_task(self._user(self._population.request(number), began))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                while tasks and not stopping():
+                    await asyncio.wait(tasks, timeout=0.5)
+            finally:  # Before the client is closed, also if an interrupt ends this.
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
         self.result.notes.sort(key=lambda note: note.at)
         return self.result
 
