@@ -63,6 +63,13 @@ def processes_of(folder):
     return found
 
 
+def wait_until_none(folder):
+    deadline = time.monotonic() + PATIENCE_S
+    while left := processes_of(folder):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
 @pytest.fixture
 def simulation(tmp_path):
     """A simulation that serves users, and its standard error."""
@@ -101,7 +108,7 @@ def test_an_interrupt_ends_all_processes_in_one_line_and_keeps_what_was_stored(
     assert all(f"deltawire {name} " in roles for name in ("run", "trainer", "gateway", "replica"))
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE_S) == 130
-    assert processes_of(tmp_path) == {}
+    wait_until_none(tmp_path)
     bucket = tmp_path / "out" / "bucket"
     lines = words.read_text().splitlines()
     assert lines[-1] == f"interrupted; stored until then: {bucket} (deltawire report {bucket})"
@@ -118,7 +125,4 @@ def test_no_process_is_left_if_the_command_is_killed(simulation, tmp_path):
     process, _ = simulation
     process.kill()
     process.wait()
-    deadline = time.monotonic() + PATIENCE_S
-    while left := processes_of(tmp_path):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    wait_until_none(tmp_path)
