@@ -37,6 +37,12 @@ KEYS: Final[dict[str, Key]] = {
     "status_s_10k_workers": Key(
         "workers", "<=", 25, "seconds to make the status of 10,000 workers, for all views"
     ),
+    "resume_s_1m_groups": Key(
+        "workers", "<=", 15, "seconds until a trainer that resumes has granted; 1M groups consumed"
+    ),
+    "resume_requests_growth": Key(
+        "workers", "<=", 1.05, "its requests over those with a hundredth of the groups"
+    ),
     "shard_reader_excess": Key(
         "shards", "<=", 0.10, "bytes that a rank of 2, 4 or 8 fetches beyond the chunks it serves"
     ),

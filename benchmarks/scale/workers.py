@@ -1,5 +1,5 @@
-"""Measures a trainer's poll, and a status, of a run of many workers, through a store that answers
-in 20 ms.
+"""Measures a trainer's poll, its resumption, and a status, of runs of many workers and groups,
+through a store that answers in 20 ms.
 
 The trainer's own objects read the run: heartbeats, challenges, grants and groups, without a model.
 Each worker has one group under way, and a twentieth of the workers finish one between two polls, as
@@ -36,6 +36,8 @@ from deltawire.wire.rollouts import encode_group
 from deltawire.wire.status import Heartbeat, WorkerStatus
 
 WORKERS = 10_000
+RESUMED, GROUPS = 1_000, 1_000_000
+"""Workers and groups of a run that a trainer resumes."""
 POLLS = 20
 BUSY = 20
 """One worker in so many finishes a group between two polls."""
@@ -47,24 +49,31 @@ def measure(options: Options) -> Measured:
     sizes = (100, 1000, WORKERS)
     found = {workers: poll(workers) for workers in sizes}
     shown = {workers: show_status(workers) for workers in sizes}
+    resumed = {groups: resume(groups) for groups in (GROUPS // 100, GROUPS)}
     return Measured(
         {
             "trainer_start_s_10k_workers": found[WORKERS]["start"]["seconds"],
             "trainer_poll_s_10k_workers": found[WORKERS]["seconds"],
             "trainer_poll_requests_10k_workers": found[WORKERS]["most_requests"],
             "status_s_10k_workers": shown[WORKERS]["later"]["seconds"],
+            "resume_s_1m_groups": resumed[GROUPS]["seconds"],
+            "resume_requests_growth": resumed[GROUPS]["requests"]
+            / resumed[GROUPS // 100]["requests"],
         },
-        {str(n): {"poll": found[n], "status": shown[n]} for n in sizes},
+        {
+            **{str(n): {"poll": found[n], "status": shown[n]} for n in sizes},
+            "resumed": {str(n): one for n, one in resumed.items()},
+        },
     )
 
 
 class Control:
     """The part of a trainer that reads its workers, over ``bucket``."""
 
-    def __init__(self, bucket: Bucket, workers: int) -> None:
+    def __init__(self, bucket: Bucket, workers: int, *, ledger: Ledger | None = None) -> None:
         train = TrainConfig(groups_per_step=max(1, workers // 2), max_staleness=1)
         config = RunConfig(name="bench", train=train)
-        self.ledger = Ledger()
+        self.ledger = ledger or Ledger()
         self.fleet = Fleet(bucket, silence_s=config.faults.silence_s, most_read=MOST_READ)
         self.credits = CreditIssuer(bucket, config, self.ledger.copy(), epoch=1, granted={})
         self.guard = WorkerGuard(bucket, config)
@@ -145,6 +154,28 @@ def poll(workers: int) -> dict[str, Any]:
         "trainer_json_bytes": 0 if status is None else status.bytes,
         "start": start,
     }
+
+
+def resume(groups: int) -> dict[str, Any]:
+    """Returns requests, bytes read and seconds of the first polls of a trainer that resumes a run
+    of 1,000 workers whose ``groups`` groups are all stored and consumed, until each worker has a
+    credit for the next one."""
+    inner, ledger = open_bucket("memory://"), Ledger()
+    names = [f"w{number:05d}" for number in range(RESUMED)]
+    each = groups // RESUMED
+    for name in names:
+        for sequence in range(each):
+            inner.put(keys.rollout(name, sequence), b"a group that was consumed")
+            ledger.settle(name, sequence)
+        _beat(inner, name, 0, each)
+    bucket = SimulatedBucket(inner)
+    control = Control(RetryingBucket(bucket), RESUMED, ledger=ledger)
+    started = time.perf_counter()
+    while any(control.credits.granted_to(name) <= each for name in names):
+        control.turn()
+    seconds = time.perf_counter() - started
+    control.close()
+    return {"requests": bucket.total_requests, "seconds": seconds, "groups": each * RESUMED}
 
 
 def show_status(workers: int) -> dict[str, Any]:

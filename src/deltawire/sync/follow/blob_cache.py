@@ -16,7 +16,7 @@ Concurrency::
 A claim is a lock on the unfinished file, which the system releases when its owner dies. Readers
 begin with different blobs, so that together they fetch many at once. Files are named by the BLAKE3
 of their content and every piece is checked against its hash, so a damaged file costs its bytes once
-more and nothing else. Without space in the folder, readers fetch their parts themselves.
+more and nothing else. Without space in the folder, each reader fetches each blob.
 """
 
 from __future__ import annotations
