@@ -320,10 +320,9 @@ def _draw_satisfaction(
     axes: Any, report: SimulationReport, bins: Sequence[Sequence[ServedNote]]
 ) -> None:
     for arm, color in zip(sorted(report.arms), ("#c2630d", "#3056d3", "#0e7a4b"), strict=False):
-        points = [
+        points = [  # No answers, no mean: a line ends where its canary does.
             (BIN_S * (place + 0.5), _mean([n.satisfaction for n in notes if n.arm == arm]))
             for place, notes in enumerate(bins)
-            if any(note.arm == arm for note in notes)
         ]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=color, label=arm)
     newest = 0

@@ -538,7 +538,7 @@ def test_as_many_checkpoints_are_kept_as_configured(bucket, keep, versions) -> N
 
 def test_versions_are_not_deleted_from_a_run_that_refers_to_version_0() -> None:
     train = {**CONFIG["train"], "loss": {"kl": "k3"}}
-    with pytest.raises(InputError, match=r"the reference of train\.loss\.kl"):
+    with pytest.raises(InputError, match=r"version 0, the reference of train\.loss"):
         parse_config({**CONFIG, "train": train, "retain": {"versions": 5}}, source="test")
 
 

@@ -79,6 +79,7 @@ class _Run:
 
     def __init__(self, pace, accuracy):
         self.steps_per_minute = pace
+        self.groups_per_s, self.update_latency_ms, self.update_latency_p95_ms = 2 * pace, 30.0, None
         self.heldout = self.idle = self.staleness = self
         self.last, self.trainer, self.workers, self.max = accuracy, 0.1, 0.2, 3
 
@@ -90,6 +91,8 @@ def test_the_standard_error_is_of_the_difference_of_the_means():
     }
     found = report._figures(results, 2)
     assert found.speedups == [1.6, 1.8]
+    assert (found.groups_per_s.alternating, found.groups_per_s.pipelined) == (20, 34)
+    assert found.update_latency_p95_ms.pipelined == 0.0
     assert found.pipelined_speedup == pytest.approx(1.7)
     assert found.heldout_async_minus_sync == pytest.approx(0.0)
     assert found.heldout_standard_error == pytest.approx(0.1)  # sqrt(0.02 / 2 + 0)
