@@ -256,7 +256,10 @@ class Leader(Generic[R]):
             self.process.stop()
 
     def keep_waiting(self) -> None:
-        """Tell the other ranks that there is nothing to train on yet."""
+        """Tell the other ranks that there is nothing to train on yet; raise the error of a version
+        that was not committed, whose groups would hold their credits forever.
+        """
+        self.publisher.raise_failure()
         if self.rank.mesh.ranks > 1 and time.monotonic() - self._ordered_at >= WAIT_S:
             self._order(Wait())
             self.rank.agree_to_stop()

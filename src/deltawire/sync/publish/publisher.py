@@ -253,6 +253,13 @@ class Publisher:
                 if self._pending.done():
                     self._pending = None
 
+    def raise_failure(self) -> None:
+        """Raises the error of a version that could not be committed, as `flush` does, but does not
+        wait for one that is in progress. A caller that waits for readers of the version calls it.
+        """
+        if self._pending is not None and self._pending.done():
+            self.flush()
+
     def wait_for_anchor(self) -> None:
         """Waits until the version in progress is committed, as `flush` does, and until no anchor is
         in progress.
@@ -376,7 +383,13 @@ class Publisher:
         # Recorded before the first attempt, removed once its outcome is known.
         self._nonces.add(manifest.nonce)
         self._unanswered = attempt = _Attempt(step, manifest, encoded)
-        self._check_mine(create_manifest(self._writer, manifest, data), manifest)
+        try:
+            created = create_manifest(self._writer, manifest, data)
+        except InputError as error:
+            if isinstance(error.__cause__, CorruptError):
+                self._unanswered = None  # Another object has the name, so this one was not stored.
+            raise
+        self._check_mine(created, manifest)
         self._writer.confirm(manifest, encoded)
         self._advance(attempt, encoded_at - started, time.perf_counter() - encoded_at)
 

@@ -293,6 +293,13 @@ class ShardPublisher:
             raise
         self._pending = None
 
+    def raise_failure(self) -> None:
+        """Raises the error of a version that could not be committed, as `flush` does, but does not
+        wait for one that is in progress. A caller that waits for readers of the version calls it.
+        """
+        if self._pending is not None and self._pending.done():
+            self.flush()
+
     def close(self) -> None:
         """Waits for the version in progress and ends the threads."""
         try:
