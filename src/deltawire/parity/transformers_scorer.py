@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from deltawire.engines.base import Sampling
 from deltawire.engines.routers import Routers
 from deltawire.engines.transformers import TransformersEngine
+from deltawire.engines.transformers.cache import cache_argument
 from deltawire.errors import InputError
 from deltawire.export.models import serve_as
 from deltawire.parity.router_replay import RouteReplay
@@ -117,6 +118,7 @@ class TransformersScorer:
             start = len(sequence.prompt)
             steps = [slice(0, start), *(slice(n, n + 1) for n in range(start, ids.shape[1]))]
         cache = DynamicCache() if len(steps) > 1 else None
+        name = cache_argument(self.model)
         logits, hidden, routes = [], [], []
         for step in steps:
             with ExitStack() as stack:
@@ -127,7 +129,7 @@ class TransformersScorer:
                     seen = stack.enter_context(_layers_observed(self.model, given))
                 chosen = self._routed(stack, replay, step)
                 output = self.model(
-                    input_ids=ids[:, step], past_key_values=cache, use_cache=cache is not None
+                    input_ids=ids[:, step], use_cache=cache is not None, **{name: cache}
                 )
             logits.append(output.logits[0].float().cpu())
             hidden += [torch.stack(seen).cpu()] if layers else []

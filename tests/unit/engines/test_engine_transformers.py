@@ -26,6 +26,7 @@ from transformers import (
 
 from deltawire.engines.base import Sampling, Truncation
 from deltawire.engines.transformers import TransformersEngine
+from deltawire.engines.transformers.cache import cache_argument
 from deltawire.errors import InputError
 
 WINDOW = 6
@@ -253,9 +254,33 @@ def test_tokens_keep_the_version_and_the_weights_that_drew_them(tiny, sharp):
             assert completion.tokens[step] == tokens[-1]
             assert completion.logprobs[step] == pytest.approx(float(logprobs.max()), abs=1e-4)
             source = old if step < 3 else new
-            output = source(
-                input_ids=torch.tensor([tokens[-1:]]), past_key_values=output.past_key_values
-            )
+            name = cache_argument(source)
+            last = torch.tensor([tokens[-1:]])
+            output = source(input_ids=last, **{name: getattr(output, name)})
+
+
+def test_the_cache_goes_by_the_name_that_the_model_takes(tiny):
+    class Older(torch.nn.Module):
+        def forward(self, input_ids, past_key_values=None, **kwargs):
+            pass
+
+    class Newer(torch.nn.Module):
+        def forward(self, input_ids, cache=None, **kwargs):
+            pass
+
+    class Wrapped(torch.nn.Module):
+        def get_base_model(self):
+            return Newer()
+
+        def forward(self, *args, **kwargs):
+            pass
+
+    assert cache_argument(Older()) == "past_key_values"
+    assert cache_argument(Newer()) == "cache"
+    assert cache_argument(Wrapped()) == "cache"
+    # Warnings are errors here, so a deprecated name would fail.
+    with torch.no_grad():
+        tiny(input_ids=torch.tensor([[1]]), use_cache=False, **{cache_argument(tiny): None})
 
 
 def test_the_seed_decides(tiny):

@@ -6,6 +6,7 @@ size, W positions read at once.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -123,3 +124,16 @@ class SlotCache(Cache):
             for states in (layer.keys, layer.values):
                 total += states.shape[1] * states.shape[3] * states.element_size()
         return total
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """Returns the name under which ``model``'s forward pass takes its cache.
+
+    transformers 5.24 renamed ``past_key_values`` to ``cache``, one family of models after another,
+    and warns about the old name. The signature tells for each model, also for code that a model
+    directory brings along.
+    """
+    # PEFT's wrapper passes what it is given to the model that it wraps.
+    wrapped = getattr(model, "get_base_model", None)
+    inner = wrapped() if callable(wrapped) else model
+    return "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from deltawire.engines.base import EVERYTHING, Completion, OnToken, Sampling
 from deltawire.engines.cache_size import SHARE, available_bytes, token_bytes
 from deltawire.engines.routers import Routers
-from deltawire.engines.transformers.cache import SlotCache
+from deltawire.engines.transformers.cache import SlotCache, cache_argument
 from deltawire.engines.transformers.truncation import kept_tokens
 from deltawire.errors import InputError
 
@@ -151,6 +151,7 @@ class TransformersEngine:
         self._added = next(model.parameters()).dtype if eager else None
         layers = int(config.get_text_config().num_hidden_layers)
         self._cache = SlotCache(layers, slots, capacity, self._device)
+        self._cache_argument = cache_argument(model)
         itemsize = next(model.parameters()).element_size()
         self._token_bytes = token_bytes(config, itemsize=itemsize)
         self._cache_bytes = cache_bytes
@@ -469,9 +470,9 @@ class TransformersEngine:
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=keep,
+                **{self._cache_argument: self._cache},
             ).logits
         if last is None:
             return logits[:, -1].float()
