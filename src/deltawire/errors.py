@@ -51,6 +51,11 @@ class RetryError(DeltawireError):
     exit_code = 75
 
 
+class UnreadableError(RetryError):
+    """Every answer to the read of an object was damaged, or contradicted a listing: it is unknown
+    whether the object is sound, and nothing was done that depends on it."""
+
+
 class ResyncError(DeltawireError):
     """The objects read do not continue what the reader holds: plan a new route from the bucket."""
 

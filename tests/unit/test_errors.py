@@ -5,7 +5,13 @@ import pickle
 import pytest
 
 from deltawire import errors
-from deltawire.errors import CorruptError, DeltawireError, FencedError, ResyncError
+from deltawire.errors import (
+    CorruptError,
+    DeltawireError,
+    FencedError,
+    ResyncError,
+    UnreadableError,
+)
 
 KINDS = [
     kind
@@ -18,9 +24,10 @@ LINE_BREAKS = "a\nb\r\nc\x0bd\x0ce\x1cf\x85g\u2028h\u2029i\tj"
 def test_the_kinds_are_known():
     assert {kind.__name__ for kind in KINDS} == {
         "DeltawireError", "RetryError", "ResyncError", "CorruptError", "InputError",
-        "FencedError", "BugError", "SignatureError", "StoppedError",
+        "FencedError", "BugError", "SignatureError", "StoppedError", "UnreadableError",
     }  # fmt: skip
-    codes = [kind.exit_code for kind in KINDS if not issubclass(kind, CorruptError)]
+    shared = (CorruptError, UnreadableError)
+    codes = [kind.exit_code for kind in KINDS if not issubclass(kind, shared)]
     assert len(set(codes)) == len(codes)
     assert CorruptError.exit_code == ResyncError.exit_code
     assert 0 not in codes

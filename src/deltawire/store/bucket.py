@@ -69,6 +69,7 @@ class Bucket:
         self.store = store
         self.url = url
         self.local = local
+        self._deleting: ObjectStore | None = None
 
     @property
     def poll_s(self) -> float:
@@ -228,6 +229,18 @@ class Bucket:
                 found = [*self._list_around(f"{str(below).rstrip('/')}/")]
             yield from found
 
+    def is_listed(self, key: str) -> bool:
+        """Returns whether a listing shows an object; one page of the listing is read."""
+        folder = f"{key.rpartition('/')[0]}/" if "/" in key else None
+        with self._errors("list", key):
+            for batch in obstore.list(self.store, folder, offset=key[:-1]):
+                names = [str(meta["path"]) for meta in batch]
+                if key in names:
+                    return True
+                if not self.local and names and max(names) > key:
+                    return False  # Remote stores list in order; folders and memory do not.
+        return False
+
     def list_prefixes(self, prefix: str) -> Sequence[str]:
         """Lists the names directly under ``prefix``, which ends with a slash, that have keys below.
 
@@ -243,14 +256,25 @@ class Bucket:
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
 
     def delete(self, key: str) -> None:
-        """Removes an object; it is no error if there is none."""
+        """Removes an object by one request; it is no error if there is none.
+
+        The store's library does not repeat the request: a repeated one may be answered while the
+        first is still under way, and the caller, who could not know, would take it for settled.
+        """
         with self._errors("delete", key):
+            if self._deleting is None:
+                self._deleting = self.store if self.local else opened_again(self.store, retries=0)
             try:
-                obstore.delete(self.store, key)
+                obstore.delete(self._deleting, key)
             except (exceptions.NotFoundError, FileNotFoundError) as error:
                 self._check_bucket_exists(error, key)
             except TypeError as error:  # The other operations raise ValueError for such a key.
                 raise ValueError(key) from error
+
+    def reconnect(self) -> None:
+        """Makes later requests use new connections, for a caller that doubts an answer."""
+        if not self.local:
+            self.store = opened_again(self.store)
 
     def _check_size(self, size: int, limit: int, key: str) -> None:
         if size > limit:
@@ -284,6 +308,22 @@ class Bucket:
             if not is_panic(error):
                 raise
             raise translate(error, verb, self.url, key) from error
+
+
+def opened_again(store: ObjectStore, *, retries: int | None = None) -> ObjectStore:
+    """Opens the same store a second time, with connections of its own; ``retries`` replaces the
+    number of times that the store's library repeats a request that got no answer.
+
+    A store of another library's kind, which cannot say how it was opened, is returned as it is.
+    """
+    try:
+        arguments, options = store.__getnewargs_ex__()  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError):
+        return store
+    if retries is not None:
+        options["retry_config"] = {**(options.get("retry_config") or {}), "max_retries": retries}
+    opened: ObjectStore = type(store)(*arguments, **options)
+    return opened
 
 
 def _meta(meta: Any) -> ObjectMeta:

@@ -65,6 +65,10 @@ class DelegatingBucket(Bucket):
         """As `Bucket.list_objects`."""
         return self._call("list", prefix, lambda: self.inner.list_objects(prefix, after=after))
 
+    def is_listed(self, key: str) -> bool:
+        """As `Bucket.is_listed`."""
+        return self._call("list", key, lambda: self.inner.is_listed(key))
+
     def list_prefixes(self, prefix: str) -> Sequence[str]:
         """As `Bucket.list_prefixes`."""
         return self._call("list", prefix, lambda: self.inner.list_prefixes(prefix))
@@ -72,3 +76,7 @@ class DelegatingBucket(Bucket):
     def delete(self, key: str) -> None:
         """As `Bucket.delete`."""
         self._call("delete", key, lambda: self.inner.delete(key))
+
+    def reconnect(self) -> None:
+        """As `Bucket.reconnect`."""
+        self.inner.reconnect()

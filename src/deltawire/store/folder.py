@@ -87,6 +87,15 @@ class FolderBucket(Bucket):
         modified = _EPOCH + timedelta(microseconds=status.st_mtime_ns // 1000)
         return ObjectMeta(key.rstrip("/"), status.st_size, modified)
 
+    def is_listed(self, key: str) -> bool:
+        """As `Bucket.is_listed`; only the object's own folder is read."""
+        with self._errors("list", key):
+            path = self._path(key)
+            try:
+                return path in path.parent.iterdir() and path.is_file()
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
     def put(self, key: str, data: bytes) -> None:
         """As `Bucket.put`."""
         with self._errors("write", key):

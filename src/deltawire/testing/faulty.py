@@ -206,6 +206,10 @@ class FaultyBucket(DelegatingBucket):
                 self._shuffled.shuffle(seen)
         return seen
 
+    def is_listed(self, key: str) -> bool:
+        """As `Bucket.is_listed`."""
+        return super().is_listed(key) and not self._is_hidden(key)
+
     def list_prefixes(self, prefix: str) -> Sequence[str]:
         """As `Bucket.list_prefixes`; hidden objects make no prefix."""
         found = super().list_objects(prefix)

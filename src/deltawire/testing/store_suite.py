@@ -204,6 +204,17 @@ class StoreSuite:
             list(pool.map(lambda key: bucket.put(key, b"x"), wanted))
         assert bucket.list("weights/manifests/") == wanted
 
+    def test_is_listed(self, bucket: Bucket) -> None:
+        """True for an object that a listing shows, at any place; False for anything else."""
+        for number in (1, 7, 900):
+            bucket.put(MANIFEST.format(number), b"")
+        bucket.put("run.json", b"")
+        for key in (MANIFEST.format(1), MANIFEST.format(7), MANIFEST.format(900), "run.json"):
+            assert bucket.is_listed(key) is True, key
+        missing = (MANIFEST.format(0), MANIFEST.format(8), MANIFEST.format(901), "run", "a/b")
+        for key in (*missing, "weights/manifests", "zzz"):
+            assert bucket.is_listed(key) is False, key
+
     def test_list_prefixes(self, bucket: Bucket) -> None:
         """Names under a prefix that have keys below are listed once each, without those keys."""
         for key in ("r/w10/1", "r/w1/1", "r/w1/2", "r/w1/x/3", "r/loose", "other/1"):

@@ -10,6 +10,7 @@ import pytest
 from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
 from deltawire.store import Bucket, check_create_if_absent, open_bucket
 from deltawire.store.aws_profile import read_profile
+from deltawire.testing.proxy import FaultyProxy
 from deltawire.testing.tiny import start_publisher
 
 VERBS = {
@@ -102,6 +103,26 @@ def answering():
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_a_delete_is_one_request(s3_server):
+    """The store's library repeats other requests; of a repeated delete, the first may still be
+    under way when the second is answered."""
+    with FaultyProxy(s3_server.endpoint, rates={"lose": 1.0}) as proxy:
+        bucket = s3_server.open("s3://drills/once", endpoint=proxy.endpoint)
+        for attempts in (1, 2):
+            with pytest.raises(RetryError):
+                bucket.delete("k")
+            assert proxy.requests == attempts
+
+
+def test_a_bucket_connects_again(s3_server):
+    bucket = s3_server.open("s3://drills/again")
+    bucket.put("k", b"1")
+    before = bucket.store
+    bucket.reconnect()
+    assert bucket.store is not before
+    assert bucket.get("k", limit=1) == b"1"
 
 
 def opened(server, endpoint):
