@@ -8,6 +8,8 @@ bucket.pause("create", "weights/manifests/*", wait=rival.publish)   # meanwhile,
 bucket.damage("weights/blobs/*", lambda data: flip_bit(data, 17))
 bucket.damage("*", half, at=3, times=1)            # the third answer from now is cut short
 bucket.fail("range", "*", error=short_answer)      # coalesced ranges come back incomplete
+bucket.replace("list", "weights/manifests/", answer=lambda found: found[:-1])   # its last is missing
+bucket.postpone("delete", "weights/blobs/*")       # no answer; it takes place at bucket.deliver()
 bucket.hide("weights/manifests/0000000002.json")
 bucket.shuffle(seed=1)                             # listings come in any order
 bucket.heal()
@@ -20,7 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
 from deltawire.store import Bucket, DelegatingBucket, ObjectMeta
@@ -69,6 +71,8 @@ class _Rule:
     error: Callable[[str, str], DeltawireError] | None = None
     wait: Callable[[], object] | None = None
     change: Callable[[bytes], bytes] | None = None
+    replace: Callable[[Any], Any] | None = None
+    postpone: bool = False
     seen: int = 0
 
     def applies(self, verb: Verb, key: str) -> bool:
@@ -94,6 +98,7 @@ class FaultyBucket(DelegatingBucket):
         self._rules: list[_Rule] = []
         self._hidden: list[str] = []
         self._shuffled: random.Random | None = None
+        self._postponed: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self._waiting: set[int] = set()
 
@@ -137,6 +142,7 @@ class FaultyBucket(DelegatingBucket):
         key: str,
         change: Callable[[bytes], bytes],
         *,
+        verb: Literal["get", "range"] | None = None,
         at: int = 1,
         times: int | None = None,
     ) -> None:
@@ -144,7 +150,35 @@ class FaultyBucket(DelegatingBucket):
 
         The stored object stays as it is.
         """
-        self._add(_Rule(None, key, at, times, change=change))
+        self._add(_Rule(verb, key, at, times, change=change))
+
+    def replace(
+        self,
+        verb: Verb,
+        key: str = "*",
+        *,
+        answer: Callable[[Any], Any],
+        at: int = 1,
+        times: int | None = 1,
+    ) -> None:
+        """Makes such operations return ``answer`` of their result: None for an object that is not
+        there, fewer entries of a listing. The operation takes place.
+        """
+        self._add(_Rule(verb, key, at, times, replace=answer))
+
+    def postpone(
+        self, verb: Verb | None = None, key: str = "*", *, at: int = 1, times: int | None = 1
+    ) -> None:
+        """Makes such requests arrive late: they get no answer now, and take place at `deliver`."""
+        self._add(_Rule(verb, key, at, times, error=no_answer, postpone=True))
+
+    def deliver(self) -> int:
+        """Makes the requests that were postponed take place, in order; returns their number."""
+        with self._lock:
+            arrived, self._postponed = self._postponed, []
+        for request in arrived:
+            request()
+        return len(arrived)
 
     def shuffle(self, *, seed: int) -> None:
         """Makes listings come in another order each time."""
@@ -227,9 +261,14 @@ class FaultyBucket(DelegatingBucket):
             self.operations.append((verb, key))
             # Every rule counts the operations it selects, also those that another rule fails.
             applied = [rule for rule in self._rules if rule.applies(verb, key)]
+            if any(rule.postpone for rule in applied):
+                self._postponed.append(operation)
         self._apply(applied, verb, key, done=False)
-        result = operation()
+        result: Any = operation()
         self._apply(applied, verb, key, done=True)
+        for rule in applied:
+            if rule.replace is not None:
+                result = rule.replace(result)
         return result, applied
 
     def _apply(self, applied: Sequence[_Rule], verb: Verb, key: str, *, done: bool) -> None:

@@ -129,3 +129,32 @@ def test_flip_bit_changes_exactly_one():
         assert sum((a ^ b).bit_count() for a, b in zip(data, other, strict=True)) == 1
     assert flip_bit(data, 3) == flip_bit(data, 3 + 8 * len(data))
     assert flip_bit(b"", 3) == b""
+
+
+def test_answers_of_any_verb_are_replaced_and_the_operation_takes_place(bucket):
+    for key in ("a/1", "a/2"):
+        bucket.put(key, b"1")
+    bucket.replace("list", "a/", answer=lambda found: found[:-1])
+    bucket.replace("get", "a/*", at=2, answer=lambda _found: None)
+    assert [bucket.list("a/"), bucket.list("a/")] == [["a/1"], ["a/1", "a/2"]]
+    assert [bucket.get("a/1", limit=1) for _ in range(3)] == [b"1", None, b"1"]
+
+
+def test_damage_of_one_verb_only(bucket):
+    bucket.put("a", b"ab")
+    bucket.damage("a", lambda data: data.upper(), verb="get", times=1)
+    assert bucket.read_ranges("a", [(0, 2)]) == [b"ab"]
+    assert [bucket.get("a", limit=2), bucket.get("a", limit=2)] == [b"AB", b"ab"]
+
+
+def test_a_postponed_request_gets_no_answer_and_arrives_later(bucket):
+    bucket.put("a", b"1")
+    bucket.postpone("delete", "a")
+    with pytest.raises(RetryError):
+        bucket.delete("a")
+    assert bucket.exists("a")
+    bucket.delete("a")
+    bucket.put("a", b"2")
+    assert bucket.deliver() == 1
+    assert not bucket.exists("a")
+    assert bucket.deliver() == 0
