@@ -28,7 +28,7 @@ from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, read_t
 from deltawire.live.capture.consent import ConsentRule, read_users
 from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.capture.redaction import Redaction, load_redact
-from deltawire.live.erasure.forgetting import forget_user
+from deltawire.live.erasure.forgetting import GroupsNeededError, forget_user
 from deltawire.live.erasure.rebuilding import Rebuild, check_rebuildable, rebuild_without
 from deltawire.live.feedback.limits import FeedbackLimits
 from deltawire.live.gateway.app import WEBHOOK, LiveCalls
@@ -312,12 +312,19 @@ def forget_by_name(
     if rebuild:
         check_rebuildable(retrying, run)
     learners = _learner_buckets(location, trust, learner_keys) if run.public_key else None
-    record = forget_user(retrying, run, user, learners=learners)
-    if not rebuild:
-        return record, None
-    return record, rebuild_without(
-        retrying, run, record.versions, by=getpass.getuser(), now=time.time()
-    )
+
+    def decide(record: Forgotten) -> Rebuild | None:
+        if not rebuild:
+            return None
+        versions = record.versions
+        return rebuild_without(retrying, run, versions, by=getpass.getuser(), now=time.time())
+
+    try:
+        record = forget_user(retrying, run, user, learners=learners)
+    except GroupsNeededError as error:
+        decide(error.record)  # The versions are withdrawn now, although groups stay for a while.
+        raise
+    return record, decide(record)
 
 
 def _learner_buckets(

@@ -21,12 +21,12 @@ import msgspec
 from blake3 import blake3
 
 from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.live.erasure.consumption import Consumption
 from deltawire.live.forgotten import forgotten_users
 from deltawire.live.learning.grouping import group_without_users
-from deltawire.live.learning.records import read_lineages
+from deltawire.live.learning.records import require_lineages
 from deltawire.store import Bucket
-from deltawire.sync import read_manifest
-from deltawire.sync.chain.objects import committed_versions
+from deltawire.sync.chain.evidence import listed_twice, require_agreed
 from deltawire.wire import keys
 from deltawire.wire.captures import (
     MAX_SEGMENT_BYTES,
@@ -36,11 +36,20 @@ from deltawire.wire.captures import (
     encode_row,
     encode_segment,
 )
-from deltawire.wire.ledger import GROUP_HASH_DIGITS, CommitMetadata
+from deltawire.wire.ledger import GROUP_HASH_DIGITS
 from deltawire.wire.lineage import MAX_FORGOTTEN_BYTES, Forgotten, Lineage, without_users
 from deltawire.wire.objects import decode_json, encode_json
 from deltawire.wire.rollouts import MAX_GROUP_BYTES, decode_group, encode_group
 from deltawire.wire.run import Run
+
+
+class GroupsNeededError(RetryError):
+    """Groups of the user stay until the trainer's next checkpoint; the rest of ``record`` is
+    deleted."""
+
+    def __init__(self, message: str, *, record: Forgotten, hint: str, run: str) -> None:
+        super().__init__(message, hint=hint, run=run, version=record.versions[-1])
+        self.record = record
 
 
 def forget_user(
@@ -52,32 +61,66 @@ def forget_user(
     are valid only by the key of the learner that made them.
 
     Returns the record, which stays in the bucket. Raises `InputError`, before anything is changed,
-    if the user is in groups of a learner that is missing, and `RetryError` if the store does not
-    answer; the same call then continues.
+    if the user is in groups of a learner that is missing, `GroupsNeededError`, after everything
+    else was deleted, if a trainer that starts again would need some of the groups,
+    `UnreadableError` if an object cannot be read that may hold the user, and `RetryError` if the
+    store does not answer; the same call then continues.
     """
     key = keys.live_forgotten(user)
     before = _known(bucket, key)
-    mine = [one for one in read_lineages(bucket) if any(a.user == user for a in one.answers)]
+    mine = _lineages_of(bucket, user)
     writers = _writers(bucket, mine, learners)
     record = before or Forgotten(run=run.id, user=user, at=time.time())
     if before is None:
         bucket.put(key, encode_json(record))
         # A learner that had not seen the record may have stored a group meanwhile.
-        mine = [one for one in read_lineages(bucket) if any(a.user == user for a in one.answers)]
+        mine = _lineages_of(bucket, user)
         writers = _writers(bucket, mine, learners)
     places = {(one.worker, one.sequence) for one in mine}
-    groups = sorted({*record.groups, *places})
     emptied = set(record.groups) - places
-    versions = sorted({*record.versions, *_trained_on(bucket, run, groups, emptied=emptied)})
+    record = msgspec.structs.replace(record, groups=sorted({*record.groups, *places}))
+    consumption = Consumption(bucket, run, record.groups)
     # Stored before anything is deleted: a run that stops in between forgets no version.
-    record = msgspec.structs.replace(record, groups=groups, versions=versions)
-    bucket.put(key, encode_json(record))
+    record = _name_versions(bucket, record, consumption, emptied=emptied)
     answers, feedback = _delete_rows(bucket, user)
-    _delete_groups(bucket, run, user, mine, writers)
     record = msgspec.structs.replace(
         record, answers=record.answers + answers, feedback=record.feedback + feedback
     )
-    bucket.put(key, encode_json(record))
+    # Versions that were committed meanwhile may have consumed a group that waited.
+    record = _name_versions(bucket, record, consumption, emptied=emptied)
+    needed = consumption.needed_by_a_trainer()
+    _delete_groups(bucket, user, mine, writers, consumption, kept=needed)
+    if needed & places:
+        raise GroupsNeededError(
+            "groups of the user stay, because a trainer that starts again computes the steps after "
+            "its newest checkpoint from them; everything else is deleted",
+            record=record,
+            hint="run the same command after the trainer's next checkpoint; if no trainer will go "
+            "on with this run, delete its checkpoints first",
+            run=bucket.url,
+        )
+    return record
+
+
+def _lineages_of(bucket: Bucket, user: str) -> list[Lineage]:
+    return [one for one in require_lineages(bucket) if any(a.user == user for a in one.answers)]
+
+
+def _name_versions(
+    bucket: Bucket, record: Forgotten, consumption: Consumption, *, emptied: Set[tuple[str, int]]
+) -> Forgotten:
+    """Stores the record with the versions that were trained on its groups so far.
+
+    One that was ``emptied`` before counts only if the version states other bytes than those that
+    are stored now: then the trainer had read the group before.
+    """
+    consumption.update()
+    versions = set(record.versions)
+    for group, version, stated in consumption.trained:
+        if group not in emptied or stated != _hash_of(bucket, *group):
+            versions.add(version)
+    record = msgspec.structs.replace(record, versions=sorted(versions))
+    bucket.put(keys.live_forgotten(record.user), encode_json(record))
     return record
 
 
@@ -99,12 +142,18 @@ def _writers(
 
 
 def _known(bucket: Bucket, key: str) -> Forgotten | None:
-    data = bucket.get(key, limit=MAX_FORGOTTEN_BYTES)
+    data = require_agreed(bucket, key, limit=MAX_FORGOTTEN_BYTES)
     return None if data is None else decode_json(data, Forgotten, run=bucket.url, key=key)
 
 
 def _delete_groups(
-    bucket: Bucket, run: Run, user: str, mine: list[Lineage], writers: Mapping[str, Bucket]
+    bucket: Bucket,
+    user: str,
+    mine: list[Lineage],
+    writers: Mapping[str, Bucket],
+    consumption: Consumption,
+    *,
+    kept: Set[tuple[str, int]],
 ) -> None:
     """Deletes the groups of these lineages, or the user's part of those that wait, and then the
     user in the lineages.
@@ -113,15 +162,16 @@ def _delete_groups(
     other does, until there is nothing new; but not before the other's record names the group, since
     it is found by the lineage.
     """
-    settled = _settled(bucket, run)
     done: _Erased | None = None
     while (others := _erased_by_others(bucket, user, mine)) != done:
         for lineage in mine:
             place = (lineage.worker, lineage.sequence)
+            if place in kept:
+                continue
             gone = {user} | others.get(place, set())
             writer = writers[lineage.worker]
             bucket.delete(keys.reference(*place))
-            if place in settled:
+            if place in consumption.settled:
                 bucket.delete(keys.rollout(*place))
             else:
                 _empty(writer, lineage, gone)
@@ -136,63 +186,26 @@ def _erased_by_others(bucket: Bucket, user: str, mine: Iterable[Lineage]) -> _Er
     """Returns, by group, its other users whose records of an erasure name it."""
     found: _Erased = {}
     others = {answer.user for lineage in mine for answer in lineage.answers} - {user}
-    for other in others & forgotten_users(bucket):
+    for other in others & _forgotten(bucket):
         record = _known(bucket, keys.live_forgotten(other))
         for place in record.groups if record is not None else ():
             found.setdefault(place, set()).add(other)
     return found
 
 
-def _settled(bucket: Bucket, run: Run) -> set[tuple[str, int]]:
-    """Returns the groups that versions consumed or dropped."""
-    found: set[tuple[str, int]] = set()
-    for version in committed_versions(bucket):
-        manifest = read_manifest(bucket, run, version)
-        if manifest is not None:
-            step = CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)
-            found |= {(worker, sequence) for worker, sequence in step.settled_groups()}
-    return found
-
-
 def _empty(bucket: Bucket, lineage: Lineage, users: Set[str]) -> None:
     """Takes these users out of a group that waits for the trainer."""
     key = keys.rollout(lineage.worker, lineage.sequence)
-    data = bucket.get(key, limit=MAX_GROUP_BYTES)
+    data = require_agreed(bucket, key, limit=MAX_GROUP_BYTES)
     if data is None:
         return
     group = decode_group(data, run=bucket.url, key=key)
     bucket.put(key, encode_group(group_without_users(group, lineage, users)))
 
 
-def _trained_on(
-    bucket: Bucket, run: Run, groups: Iterable[tuple[str, int]], *, emptied: Set[tuple[str, int]]
-) -> list[int]:
-    """Returns the versions whose steps consumed one of these groups.
-
-    One that was ``emptied`` before counts only if the version states other bytes than those that
-    are stored now: then the trainer had read the group before.
-    """
-    wanted = set(groups)
-    found = []
-    for version in committed_versions(bucket) if wanted else ():
-        manifest = read_manifest(bucket, run, version)
-        if manifest is None:
-            continue
-        step = CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)
-        for place, (worker, sequence) in enumerate(step.consumed):
-            stated = step.hashes[place] if step.hashes else ""
-            if (worker, sequence) not in wanted:
-                continue
-            if (worker, sequence) in emptied and stated == _hash_of(bucket, worker, sequence):
-                continue
-            found.append(version)
-            break
-    return found
-
-
 def _hash_of(bucket: Bucket, worker: str, sequence: int) -> str:
     """Returns the digits by which manifests name a stored group; "-" if it is gone."""
-    data = bucket.get(keys.rollout(worker, sequence), limit=MAX_GROUP_BYTES)
+    data = require_agreed(bucket, keys.rollout(worker, sequence), limit=MAX_GROUP_BYTES)
     return "-" if data is None else blake3(data).hexdigest()[:GROUP_HASH_DIGITS]
 
 
@@ -205,11 +218,16 @@ def _delete_rows(bucket: Bucket, user: str) -> tuple[int, int]:
     """
     answers = feedback = 0
     done = frozenset[str]()
-    while not (users := forgotten_users(bucket)) <= done:
+    while not (users := _forgotten(bucket) | {user}) <= done:
         answers += _filter(bucket, keys.LIVE_CAPTURES, Capture, users, user)
         feedback += _filter(bucket, keys.LIVE_FEEDBACK, Feedback, users, user)
         done = users
     return answers, feedback
+
+
+def _forgotten(bucket: Bucket) -> frozenset[str]:
+    """Returns the users of whom a record of an erasure exists, by two listings."""
+    return forgotten_users(bucket) | forgotten_users(bucket)
 
 
 def _filter(
@@ -217,11 +235,13 @@ def _filter(
 ) -> int:
     """Replaces the segments that hold rows of ``users``; returns how many rows were ``user``'s."""
     deleted = 0
-    for key in bucket.list(prefix):
+    for key in listed_twice(bucket, prefix):
         gateway, _, _ = key.removeprefix(prefix).partition("/")
         number = keys.trailing_number(key)
-        data = bucket.get(key, limit=MAX_SEGMENT_BYTES)
-        if data is None or number is None:
+        if number is None:
+            continue
+        data = require_agreed(bucket, key, limit=MAX_SEGMENT_BYTES)
+        if data is None:
             continue
         try:
             rows = decode_segment(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Set
+from contextlib import suppress
 
 from deltawire.errors import CorruptError
 from deltawire.live.forgotten import forgotten_users
-from deltawire.store import Bucket
+from deltawire.store import Bucket, in_parallel
+from deltawire.sync.chain.evidence import listed_twice, require_agreed, unreadable
 from deltawire.wire import keys
 from deltawire.wire.captures import (
     MAX_SEGMENT_BYTES,
@@ -17,6 +19,9 @@ from deltawire.wire.captures import (
 )
 from deltawire.wire.lineage import MAX_LINEAGE_BYTES, Lineage
 from deltawire.wire.objects import decode_json
+
+READERS = 16
+"""Lineages that an erasure reads at a time."""
 
 
 class LiveRecords:
@@ -105,13 +110,32 @@ def read_lineages(bucket: Bucket) -> list[Lineage]:
     """Reads all lineages of a run, by worker and number; damaged ones are left out."""
     found = []
     for key in bucket.list(keys.LIVE_LINEAGE):
-        data = bucket.get(key, limit=MAX_LINEAGE_BYTES)
-        if data is None:
-            continue
-        try:
-            lineage = decode_json(data, Lineage, run=bucket.url, key=key)
-        except CorruptError:
-            continue
-        if key == keys.live_lineage(lineage.worker, lineage.sequence):
-            found.append(lineage)
+        with suppress(CorruptError):  # Otherwise any writer could stop every learner.
+            data = bucket.get(key, limit=MAX_LINEAGE_BYTES)
+            found += _lineages_of(bucket, key, data)
     return found
+
+
+def require_lineages(bucket: Bucket) -> list[Lineage]:
+    """Reads all lineages as `read_lineages`, for a caller whom each one decides what to delete.
+
+    Raises `UnreadableError` for one that cannot be read.
+    """
+
+    def read(key: str) -> list[Lineage]:
+        data = require_agreed(bucket, key, limit=MAX_LINEAGE_BYTES)
+        try:
+            return _lineages_of(bucket, key, data)
+        except CorruptError as error:
+            raise unreadable(bucket, key, error) from error
+
+    listed = listed_twice(bucket, keys.LIVE_LINEAGE)
+    return [one for found in in_parallel(bucket, read, listed, at_once=READERS) for one in found]
+
+
+def _lineages_of(bucket: Bucket, key: str, data: bytes | None) -> list[Lineage]:
+    """Returns the lineage that an object holds; none if it is gone, or a copy under another key."""
+    if data is None:
+        return []
+    lineage = decode_json(data, Lineage, run=bucket.url, key=key)
+    return [lineage] if key == keys.live_lineage(lineage.worker, lineage.sequence) else []

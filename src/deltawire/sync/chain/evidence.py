@@ -9,6 +9,9 @@ evidence only:
 - `Absent`: the store said so twice, each time in answer to the read and in a listing.
 - `Unknown`: neither, after `READS` reads, each on other connections and after a pause.
 
+Two kinds of answers have no check of their own, so two answers must agree: those about objects
+without a seal or a signature (`require_agreed`), and listings (`listed_twice`).
+
 On `Unknown` nothing is done. A command ends with `UnreadableError`, which names the object; a
 process that goes on says so in its status and tries again.
 """
@@ -108,6 +111,33 @@ def require_evidence(
     if isinstance(found, Unknown):
         raise unreadable(bucket, key, found.error, so=so)
     return found.value if isinstance(found, Sound) else None
+
+
+def require_agreed(
+    bucket: Bucket, key: str, *, limit: int, so: str = "nothing was deleted"
+) -> bytes | None:
+    """Returns the bytes of an object without a seal, None if it is absent: what two reads agree on.
+
+    Raises `UnreadableError` as `require_evidence`.
+
+    Example::
+
+        data = require_agreed(bucket, key, limit=MAX_SEGMENT_BYTES)
+    """
+
+    def read() -> bytes | None:
+        first, second = (bucket.get(key, limit=limit) for _ in range(2))
+        if first != second:
+            raise CorruptError("two answers to the same read differ", run=bucket.url, key=key)
+        return first
+
+    return require_evidence(bucket, key, read, so=so)
+
+
+def listed_twice(bucket: Bucket, prefix: str, *, after: str | None = None) -> list[str]:
+    """Lists the keys that one of two listings shows, sorted: one that came back short leaves
+    nothing out."""
+    return sorted({key for _ in range(2) for key in bucket.list(prefix, after=after)})
 
 
 def unreadable(

@@ -13,6 +13,8 @@ from deltawire.sync.chain.evidence import (
     Sound,
     Unknown,
     evidence_of,
+    listed_twice,
+    require_agreed,
     require_evidence,
 )
 from deltawire.testing.faulty import FaultyBucket, flip_bit, half
@@ -101,3 +103,26 @@ def test_a_store_that_does_not_answer_is_no_evidence(bucket):
     with pytest.raises(RetryError) as caught:
         look(bucket)
     assert type(caught.value) is RetryError
+
+
+def test_an_object_without_a_seal_counts_once_two_answers_agree(bucket):
+    bucket.put("a", b"one")
+    bucket.damage("a", half, times=1)
+    assert require_agreed(bucket, "a", limit=9) == b"one"
+    bucket.replace("get", "a", answer=lambda _found: None)
+    assert require_agreed(bucket, "a", limit=9) == b"one"
+    bucket.operations.clear()
+    assert require_agreed(bucket, "a", limit=9) == b"one"
+    assert bucket.operations == [("get", "a")] * 2
+    assert require_agreed(bucket, "b", limit=9) is None
+    for at in range(1, 2 * READS, 2):
+        bucket.damage("a", half, at=at, times=1)
+    with pytest.raises(UnreadableError, match="two answers to the same read differ"):
+        require_agreed(bucket, "a", limit=9)
+
+
+def test_a_short_listing_leaves_nothing_out(bucket):
+    listed = bucket.list("weights/")
+    bucket.replace("list", "weights/", answer=lambda found: found[:1])
+    assert len(listed) > 1
+    assert listed_twice(bucket, "weights/") == listed

@@ -1,0 +1,89 @@
+"""What an erasure reads, what it keeps for a trainer, and that it acts on sound answers only."""
+
+import pytest
+from forgotten_users import learned
+from live_answers import answer
+
+from deltawire.errors import UnreadableError
+from deltawire.live.erasure.consumption import READERS
+from deltawire.live.erasure.forgetting import GroupsNeededError, forget_user
+from deltawire.store import open_bucket
+from deltawire.sync import read_run
+from deltawire.testing.faulty import FaultyBucket, half
+from deltawire.testing.simulated import SimulatedBucket
+from deltawire.testing.tiny import start_publisher, start_run, weights
+from deltawire.wire import keys
+from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.lineage import Forgotten
+from deltawire.wire.objects import decode_json
+
+ALICE = "a" * 32
+VERSIONS = 40
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """Version 1 consumed a group with answers of Alice, another one waits."""
+    found = FaultyBucket(open_bucket("memory://"))
+    start_run(found)
+    learned(found, {2: ALICE, 6: ALICE})
+    monkeypatch.setattr(FaultyBucket, "poll_s", 0.0)
+    return found
+
+
+def publish(bucket, versions, consumed=None):
+    publisher = start_publisher(bucket)
+    for version in versions:
+        step = CommitMetadata(step=version, consumed=(consumed or {}).get(version, []))
+        publisher.publish(weights(version % 3), metadata=step.to_dict())
+    publisher.close()
+
+
+def stored_record(bucket):
+    key = keys.live_forgotten(ALICE)
+    return decode_json(bucket.get(key, limit=1 << 20), Forgotten, run="", key=key)
+
+
+def test_each_manifest_is_read_once_and_sixteen_at_a_time(bucket):
+    publish(bucket, range(2, VERSIONS))
+    bucket.operations.clear()
+    slow = SimulatedBucket(bucket, latency_s=0.01)
+    assert forget_user(slow, read_run(bucket), ALICE).versions == [1]
+    read = [key for verb, key in bucket.operations if verb == "get" and keys.MANIFESTS in key]
+    assert sorted(read) == [keys.manifest(version) for version in range(VERSIONS)]
+    assert slow.most_at_once == READERS == 16
+
+
+def test_a_version_that_is_committed_meanwhile_is_named_before_its_group_goes(bucket):
+    publish_it = lambda: publish(bucket.inner, [2], {2: [("live", 1)]})  # noqa: E731
+    bucket.pause("list", keys.LIVE_CAPTURES, wait=publish_it)
+    record = forget_user(bucket, start_run(bucket), ALICE)
+    assert record.versions == stored_record(bucket).versions == [1, 2]
+    assert not bucket.exists(keys.rollout("live", 1)), "it is consumed, so it is deleted whole"
+
+
+def test_groups_that_a_trainer_needs_stay_until_its_next_checkpoint(bucket):
+    publish(bucket, range(2, 5))
+    bucket.put(keys.checkpoint_commit(0), b"{}")
+    with pytest.raises(GroupsNeededError, match="newest checkpoint") as kept:
+        forget_user(bucket, start_run(bucket), ALICE)
+    assert kept.value.record.versions == [1]
+    assert "next checkpoint" in kept.value.hint
+    assert bucket.exists(keys.rollout("live", 0))
+    waiting = bucket.get(keys.rollout("live", 1), limit=1 << 20)
+    assert answer(6).tokens not in waiting, "what no trainer needs is deleted"
+    bucket.put(keys.checkpoint_commit(4), b"{}")
+    again = forget_user(bucket, start_run(bucket), ALICE)
+    assert not bucket.exists(keys.rollout("live", 0))
+    assert (again.versions, again.answers, again.feedback) == ([1], 2, 2)
+
+
+def test_an_object_that_cannot_be_read_is_no_reason_to_report_an_erasure(bucket):
+    key = keys.live_lineage("live", 1)
+    bucket.damage(key, half)
+    with pytest.raises(UnreadableError, match="nothing was deleted") as unreadable:
+        forget_user(bucket, start_run(bucket), ALICE)
+    assert unreadable.value.key == key
+    assert bucket.exists(keys.rollout("live", 0))
+    bucket.heal()
+    assert forget_user(bucket, start_run(bucket), ALICE).groups == [("live", 0), ("live", 1)]
