@@ -24,6 +24,12 @@ KEYS: Final[dict[str, Key]] = {
     "status_s_100k_versions": Key(
         "versions", "<=", 1, "seconds to read the status of 100,000 versions, 20 ms a request"
     ),
+    "forget_requests_per_version": Key(
+        "live_users", "<=", 1.1, "requests of deltawire forget for each of 10,000 versions"
+    ),
+    "rollback_poll_requests": Key(
+        "live_users", "<=", 3, "most requests of a learner's poll after a rollback, 200 versions"
+    ),
     "trainer_start_s_10k_workers": Key(
         "workers",
         "<=",

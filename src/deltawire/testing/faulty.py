@@ -8,7 +8,7 @@ bucket.pause("create", "weights/manifests/*", wait=rival.publish)   # meanwhile,
 bucket.damage("weights/blobs/*", lambda data: flip_bit(data, 17))
 bucket.damage("*", half, at=3, times=1)            # the third answer from now is cut short
 bucket.fail("range", "*", error=short_answer)      # coalesced ranges come back incomplete
-bucket.replace("list", "weights/manifests/", answer=lambda found: found[:-1])   # its last is missing
+bucket.replace("list", "weights/manifests/", answer=lambda found: found[:-1])   # a short one
 bucket.postpone("delete", "weights/blobs/*")       # no answer; it takes place at bucket.deliver()
 bucket.hide("weights/manifests/0000000002.json")
 bucket.shuffle(seed=1)                             # listings come in any order

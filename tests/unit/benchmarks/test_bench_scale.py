@@ -27,14 +27,15 @@ def test_the_command_takes_keys():
 
 def test_small_measurements_are_of_what_they_say():
     """The modules run on a few ranks, blobs and versions, and check what they measure."""
-    commit, fetch, versions, workers = (
+    commit, fetch, live_users, versions, workers = (
         importlib.import_module(f"{PACKAGE}.{name}")
-        for name in ("commit", "fetch", "versions", "workers")
+        for name in ("commit", "fetch", "live_users", "versions", "workers")
     )
     found = commit.commit(3)
     assert found["pieces"] == 3 * commit.TENSORS
     assert found["seconds"] > 0.1  # At least five requests, one after another.
     assert fetch.fetch(5)["requests"]["get"] >= 5
+    assert live_users.forget_one(3)["by_verb"]["get"] >= 3 + 1, "manifests, and the lineage"
     assert versions.show_status(3)["seconds"] > 0.02
     polls = workers.poll(3)
     assert polls["consumed"] >= 1

@@ -21,7 +21,7 @@ import msgspec
 from blake3 import blake3
 
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.live.erasure.consumption import Consumption
+from deltawire.live.erasure.user_groups import UserGroups
 from deltawire.live.forgotten import forgotten_users
 from deltawire.live.learning.grouping import group_without_users
 from deltawire.live.learning.records import require_lineages
@@ -79,17 +79,17 @@ def forget_user(
     places = {(one.worker, one.sequence) for one in mine}
     emptied = set(record.groups) - places
     record = msgspec.structs.replace(record, groups=sorted({*record.groups, *places}))
-    consumption = Consumption(bucket, run, record.groups)
+    used = UserGroups(bucket, run, record.groups)
     # Stored before anything is deleted: a run that stops in between forgets no version.
-    record = _name_versions(bucket, record, consumption, emptied=emptied)
+    record = _name_versions(bucket, record, used, emptied=emptied)
     answers, feedback = _delete_rows(bucket, user)
     record = msgspec.structs.replace(
         record, answers=record.answers + answers, feedback=record.feedback + feedback
     )
     # Versions that were committed meanwhile may have consumed a group that waited.
-    record = _name_versions(bucket, record, consumption, emptied=emptied)
-    needed = consumption.needed_by_a_trainer()
-    _delete_groups(bucket, user, mine, writers, consumption, kept=needed)
+    record = _name_versions(bucket, record, used, emptied=emptied)
+    needed = used.needed_by_a_trainer()
+    _delete_groups(bucket, user, mine, writers, used, kept=needed)
     if needed & places:
         raise GroupsNeededError(
             "groups of the user stay, because a trainer that starts again computes the steps after "
@@ -107,16 +107,16 @@ def _lineages_of(bucket: Bucket, user: str) -> list[Lineage]:
 
 
 def _name_versions(
-    bucket: Bucket, record: Forgotten, consumption: Consumption, *, emptied: Set[tuple[str, int]]
+    bucket: Bucket, record: Forgotten, used: UserGroups, *, emptied: Set[tuple[str, int]]
 ) -> Forgotten:
     """Stores the record with the versions that were trained on its groups so far.
 
     One that was ``emptied`` before counts only if the version states other bytes than those that
     are stored now: then the trainer had read the group before.
     """
-    consumption.update()
+    used.update()
     versions = set(record.versions)
-    for group, version, stated in consumption.trained:
+    for group, version, stated in used.trained:
         if group not in emptied or stated != _hash_of(bucket, *group):
             versions.add(version)
     record = msgspec.structs.replace(record, versions=sorted(versions))
@@ -151,7 +151,7 @@ def _delete_groups(
     user: str,
     mine: list[Lineage],
     writers: Mapping[str, Bucket],
-    consumption: Consumption,
+    used: UserGroups,
     *,
     kept: Set[tuple[str, int]],
 ) -> None:
@@ -171,7 +171,7 @@ def _delete_groups(
             gone = {user} | others.get(place, set())
             writer = writers[lineage.worker]
             bucket.delete(keys.reference(*place))
-            if place in consumption.settled:
+            if place in used.settled:
                 bucket.delete(keys.rollout(*place))
             else:
                 _empty(writer, lineage, gone)

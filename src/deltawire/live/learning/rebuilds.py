@@ -17,7 +17,8 @@ class ReleasedGroups:
     """The groups, as (worker, sequence), that rebuilds have released so far.
 
     A group is released once the trainer has restored the earlier weights: until then it may still
-    be part of the newest version.
+    be part of the newest version. Each version is read once, so a poll that meets nothing new takes
+    two requests, however long the trainer needs.
 
     Example::
 
@@ -32,6 +33,9 @@ class ReleasedGroups:
         self._log = DecisionLog(bucket, run.id)
         self._seen = 0
         self._open: list[Decision] = []
+        self._read_to: int | None = None
+        self._restored: dict[int, RestoreRecord] = {}
+        """What the versions up to ``_read_to`` restored, by decision."""
 
     def poll(self) -> bool:
         """Reads new decisions and what the trainer restored; returns whether groups were released.
@@ -42,19 +46,28 @@ class ReleasedGroups:
         new = self._log.decisions[self._seen :]
         self._seen += len(new)
         self._open += [one for one in new if one.verdict == "rollback" and FORGETS in one.evidence]
+        if not self._open:
+            return False
+        self._read_versions(self._open[0])
         before = len(self.groups)
-        self._open = [one for one in self._open if not self._release(one)]
-        return len(self.groups) > before
-
-    def _release(self, decision: Decision) -> bool:
-        """Releases what the version that restores by ``decision`` withdrew; returns whether there
-        is such a version."""
-        for manifest in read_history(self._bucket, self._run, after=decision.serving.version):
-            record = RestoreRecord.of(
-                manifest.metadata, run=self._bucket.url, version=manifest.version
-            )
-            if record is not None and record.decision == decision.number:
+        for decision in self._open:
+            if (record := self._restored.get(decision.number)) is not None:
                 for worker, first, count in record.groups:
                     self.groups |= {(worker, first + place) for place in range(count)}
-                return True
-        return False
+        self._open = [one for one in self._open if one.number not in self._restored]
+        return len(self.groups) > before
+
+    def _read_versions(self, first: Decision) -> None:
+        """Reads the versions that are new; at first those after the ``first`` decision was made.
+
+        The version that restores by a decision is newer than any that the decision names.
+        """
+        if self._read_to is None:
+            candidate = first.serving if first.candidate is None else first.candidate
+            self._read_to = max(first.serving.version, candidate.version)
+        for manifest in read_history(self._bucket, self._run, after=self._read_to):
+            version = manifest.version
+            record = RestoreRecord.of(manifest.metadata, run=self._bucket.url, version=version)
+            if record is not None:
+                self._restored[record.decision] = record
+            self._read_to = version

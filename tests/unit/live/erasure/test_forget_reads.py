@@ -5,8 +5,8 @@ from forgotten_users import learned
 from live_answers import answer
 
 from deltawire.errors import UnreadableError
-from deltawire.live.erasure.consumption import READERS
 from deltawire.live.erasure.forgetting import GroupsNeededError, forget_user
+from deltawire.live.erasure.user_groups import READERS
 from deltawire.store import open_bucket
 from deltawire.sync import read_run
 from deltawire.testing.faulty import FaultyBucket, half

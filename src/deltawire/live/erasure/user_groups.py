@@ -1,4 +1,4 @@
-"""Consumption: which versions consumed a user's groups, by one read of each manifest."""
+"""User groups: which versions consumed a user's groups, by one read of each manifest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Trained(NamedTuple):
     stated: str
 
 
-class Consumption:
+class UserGroups:
     """What the versions of a run did with these ``groups``.
 
     ``settled`` groups were consumed or dropped; ``trained`` lists those that a step consumed.
@@ -38,9 +38,9 @@ class Consumption:
 
     Example::
 
-        consumption = Consumption(bucket, run, [("live", 0)])
-        consumption.update()
-        consumption.trained[0].version
+        groups = UserGroups(bucket, run, [("live", 0)])
+        groups.update()
+        groups.trained[0].version
     """
 
     def __init__(self, bucket: Bucket, run: Run, groups: Iterable[Place]) -> None:
