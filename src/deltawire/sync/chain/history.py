@@ -7,15 +7,20 @@ be read does belong to a version, and breaks the chain.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
+from deltawire.sync.chain.evidence import Evidence, Sound, Unknown, evidence_of, unreadable
 from deltawire.sync.chain.objects import committed_versions, read_manifest
+from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
+
+T = TypeVar("T")
 
 WINDOW = 256
 """Manifests read at a time."""
@@ -65,3 +70,36 @@ def _read(bucket: Bucket, run: Run, version: int) -> Manifest | CorruptError | N
         return read_manifest(bucket, run, version)
     except CorruptError as error:
         return error
+
+
+def is_skipped(bucket: Bucket, run: Run, number: int) -> bool:
+    """Returns whether ``number`` belongs to no version: the next version that can be read builds on
+    an earlier one, so its publisher found the number occupied and skipped it.
+
+    Only a later version that is sound says so. Raises `RetryError` if the store does not answer.
+    """
+    for version in committed_versions(bucket, newer_than=number):
+        read = partial(read_manifest, bucket, run, version)
+        found = evidence_of(bucket, keys.manifest(version), read)
+        if isinstance(found, Sound):
+            return found.value.base is not None and found.value.base < number
+    return False
+
+
+def evidence_of_version(
+    bucket: Bucket,
+    run: Run,
+    version: int,
+    read: Callable[[], T | None],
+    *,
+    so: str = "nothing was deleted",
+) -> Evidence[T]:
+    """Returns what is known of a version that ``read`` reads; `Unknown` only for a number that
+    belongs to no version (see `is_skipped`).
+
+    Raises `UnreadableError` if it may belong to one; ``so`` tells what was not done.
+    """
+    found = evidence_of(bucket, keys.manifest(version), read)
+    if isinstance(found, Unknown) and not is_skipped(bucket, run, version):
+        raise unreadable(bucket, keys.manifest(version), found.error, so=so)
+    return found

@@ -3,27 +3,31 @@
 The order makes a stop at any point harmless, and the same call then continues:
 
 1. Find the newest anchor at or before the cutoff whose blobs exist and from which the newest
-version can be reached. Without one, do nothing. 2. Raise the retention floor to it: create
-``weights/retention-floors/<version>.json``. Publishers
+   version can be reached. Without one, do nothing.
+2. Raise the retention floor to it: create ``weights/retention-floors/<version>.json``. Publishers
    read the floors after each commit and stop if their version lies below one. Floors are only ever
    created, so two retentions at once cannot lower one.
 3. Below the newest floor that is older than the grace period, and never above the anchor that was
-   verified in step 1: replace each manifest with a tombstone, and create one where a manifest is
-   missing. The name of a committed version is thus never free again, and a writer that was stalled
-   cannot commit under it.
-4. Delete compacted deltas that begin below it, then floors below it.
-5. Delete blobs that nothing refers to and that are older than the grace period: announce them (see
+   verified in step 1, read every manifest that is to be closed, and from there on every manifest
+   and compacted delta that says which blobs are needed.
+4. Replace each manifest below with a tombstone, and create one where a manifest is missing. The
+   name of a committed version is thus never free again, and a writer that was stalled cannot commit
+   under it.
+5. Delete compacted deltas that begin below it, then floors below it.
+6. Delete blobs that nothing refers to and that are older than the grace period: announce them (see
    `gc_intents`), read manifests and compacted deltas once more, delete. And parts of commits that
    were never made.
 
 Readers that planned before step 2 have the grace period to fetch what they planned; later ones find
 the tombstone of their next version and plan again. Writers need no grace period: a writer that
-commits after the second read of step 5 checks its own blobs. Ages are measured by the store's
+commits after the second read of step 6 checks its own blobs. Ages are measured by the store's
 clock, against an object written for that purpose: no two clocks are compared.
 
-A key by itself proves nothing. Floors must be sealed, and signed in a signed run; checkpoints count
-if their commit can be read; damaged compacted deltas and any object above the newest readable
-version are ignored. All of these are reported in `Pruned.refused`.
+What is read here decides what is lost, so it counts as evidence only (see `evidence`): an object
+that cannot be read, such as a checkpoint's commit, an anchor or a manifest, stops the call with
+`UnreadableError` before anything is deleted. Two kinds of unreadable objects are passed over, and
+reported in `Pruned.refused`: floors, because without one less is deleted, and manifests whose
+numbers belong to no version, as a later version states.
 """
 
 from __future__ import annotations
@@ -31,15 +35,18 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import pairwise
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
 from deltawire.codec import ZERO
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, in_parallel
+from deltawire.sync.chain.evidence import Sound, Unknown, require_evidence
 from deltawire.sync.chain.gc_intents import delete_blobs, drop_dead_intents, store_clock
+from deltawire.sync.chain.history import evidence_of_version
 from deltawire.sync.chain.objects import (
     check_signer,
     committed_objects,
@@ -69,6 +76,9 @@ MAX_COMMIT_BYTES = 16 << 20
 BURIED: Final = "buried"
 """The answer for a version that has a tombstone."""
 
+FILLED = "pruned"
+"""The nonce of a tombstone at a number that had no manifest."""
+
 WINDOW = 32
 """Manifests read at a time, to find the newest one that is a tombstone."""
 
@@ -79,7 +89,7 @@ class Pruned:
 
     The versions from ``anchor`` on are kept (None: no anchor was found). Versions below ``floor``
     are closed, those below ``pruned_below`` deleted. ``refused`` lists the objects that were
-    ignored because they are damaged or unsigned.
+    passed over because they are damaged or unsigned.
 
     Example::
 
@@ -122,9 +132,9 @@ def prune(
 
     Versions that a checkpoint of the trainer refers to are kept. A relay has no key and passes
     ``sealed``; versions that are not pruned in that bucket stay here too. With ``dry_run`` nothing
-    is written except the object that shows the store's clock. Raises `CorruptError` before any
-    deletion if a version that is to be kept is damaged, and `RetryError` if the store does not
-    answer; the same call may then be repeated.
+    is written except the object that shows the store's clock. Raises `UnreadableError`, before any
+    deletion, if an object cannot be read that decides what is kept, and `RetryError` if the store
+    does not answer; the same call may then be repeated.
 
     Example::
 
@@ -160,6 +170,8 @@ class _Retention:
         self._dry_run = dry_run
         self._unsigned = sealed is not None
         """A relay without a key writes unsigned floors and intents."""
+        self._listed: list[int] = []
+        """The versions whose manifests a listing showed at the start."""
 
     def prune(self, cutoff: int, grace: timedelta) -> Pruned:
         found = self.found
@@ -169,7 +181,7 @@ class _Retention:
         newest = newest_readable(self.bucket, self.run)
         if newest is None:
             return found
-        versions = list(committed_objects(self.bucket))
+        versions = self._listed = list(committed_objects(self.bucket))
         kept = [v for v in self._checkpoints() if v <= newest.version]
         cutoff = min([cutoff, *kept, newest.version])
         found.anchor = self._anchor(versions, cutoff, newest.version)
@@ -187,10 +199,29 @@ class _Retention:
         # A former key holder may have raised the floor: prune only what no object needs now.
         found.pruned_below = min(closed, found.anchor or 0)
         if found.pruned_below:
-            self._bury(versions)
-            self._delete_below(valid)
-            self._delete_blobs(newest.version, due)
+            self._delete(valid, due)
         return found
+
+    def _delete(self, floors: dict[int, ObjectMeta], due: datetime) -> None:
+        """Reads everything that decides what is kept, and only then deletes the rest."""
+        tombstones = self._tombstones()
+        end = self.found.pruned_below  # Lower now if the run's own bucket has not pruned as much.
+        self.found.compacted = [
+            key
+            for key in self.bucket.list(keys.COMPACTED)
+            if (name := keys.compacted_of(key)) is not None
+            and (name[1] if name[0] is None else name[0]) < end
+        ]
+        references = _References(self.bucket, self.run, end, set(self.found.compacted))
+        kept = references.update()
+        references.so = "nothing more was deleted"
+        self._bury(tombstones)
+        if not self._dry_run:
+            old = [keys.retention_floor(version) for version in floors if version < end]
+            for key in [*self.found.compacted, *old]:
+                self.bucket.delete(key)
+        self._delete_blobs(references, kept, due)
+        self.found.refused += references.refused
 
     def _anchor(self, versions: list[int], cutoff: int, newest: int) -> int | None:
         """Returns the newest version up to ``cutoff`` that has an anchor with all its blobs, and
@@ -209,7 +240,7 @@ class _Retention:
                     made = read_compacted_delta(self.bucket, self.run, None, version)
                     anchor = made.payload if made and made.digest == manifest.digest else None
             except CorruptError:
-                continue
+                continue  # An older anchor keeps more: a bad answer costs space only.
             if manifest is not None and manifest.pruned:
                 return None
             if anchor is None or not self._is_there(anchor):
@@ -224,26 +255,31 @@ class _Retention:
         try:
             blobs = [*table_blobs([anchor]), *read_blobs(self.bucket, self.run, anchor)]
         except CorruptError:
-            return False
+            return False  # Then an older anchor is taken, which keeps more.
         return all(self.bucket.size(keys.blob(blob.hash)) == blob.bytes for blob in blobs)
 
     def _checkpoints(self) -> list[int]:
-        """Returns the versions of the trainer's checkpoints whose commit can be read."""
+        """Returns the versions of the trainer's checkpoints.
+
+        Listed twice, because a listing that left one out would let its version be deleted. Raises
+        `UnreadableError` for a commit that cannot be read.
+        """
+        listed = {key for _ in range(2) for key in self.bucket.list(keys.CHECKPOINTS)}
         found = []
-        for key in self.bucket.list(keys.CHECKPOINTS):
+        for key in sorted(listed):
             number = keys.trailing_number(key.removeprefix(keys.CHECKPOINTS).partition("/")[0])
             if number is None or key != keys.checkpoint_commit(number):
                 continue
-            try:
-                data = self.bucket.get(key, limit=MAX_COMMIT_BYTES)
-                if data is None:
-                    continue
-                commit = decode_json(data, _CheckpointCommit, run=self.bucket.url, key=key)
-                if commit.version == number:
-                    found.append(number)
-            except CorruptError as error:
-                self.found.refused.append(str(error))
+            commit = require_evidence(self.bucket, key, partial(self._checkpoint, key))
+            if commit is not None and commit.version == number:
+                found.append(number)
         return found
+
+    def _checkpoint(self, key: str) -> _CheckpointCommit | None:
+        data = self.bucket.get(key, limit=MAX_COMMIT_BYTES)
+        if data is None:
+            return None
+        return decode_json(data, _CheckpointCommit, run=self.bucket.url, key=key)
 
     def _raise_floor(self, version: int) -> bool:
         key = keys.retention_floor(version)
@@ -261,9 +297,10 @@ class _Retention:
                 self.bucket.put(key, data)
         return True
 
-    def _bury(self, versions: Iterable[int]) -> None:
-        """Replaces the manifests below `Pruned.pruned_below` with tombstones, the lowest first."""
-        listed = set(versions)
+    def _tombstones(self) -> list[_Tombstone]:
+        """Returns what replaces the manifests below `Pruned.pruned_below`, the lowest first."""
+        found: list[_Tombstone] = []
+        listed = set(self._listed)
         for version, tombstone in self._unburied(sorted(self._filled(listed)), listed):
             if self._sealed is not None:
                 data = self._sealed.tombstone(version)
@@ -271,10 +308,21 @@ class _Retention:
                 data = encode_manifest(tombstone, signer=self._signer)
             if data is None:
                 self.found.pruned_below = version  # Not pruned in the run's own bucket yet: wait.
-                return
-            self.found.manifests.append(version)
+                break
+            found.append(_Tombstone(version, data, fills=tombstone.nonce == FILLED))
+        return found
+
+    def _bury(self, tombstones: Iterable[_Tombstone]) -> None:
+        """Replaces manifests with their tombstones, the lowest first."""
+        for one in tombstones:
+            key = keys.manifest(one.version)
             if not self._dry_run:
-                self.bucket.put(keys.manifest(version), data)
+                # Where no manifest was seen, none may be written over: the store decides.
+                if one.fills and not self.bucket.create(key, one.data):
+                    continue
+                if not one.fills:
+                    self.bucket.put(key, one.data)
+            self.found.manifests.append(one.version)
 
     def _unburied(
         self, versions: Sequence[int], listed: Container[int]
@@ -292,7 +340,7 @@ class _Retention:
             window = versions[max(end - WINDOW, 0) : end]
             if buried:
                 window = [version for version in window if version not in listed]
-            read = in_parallel(self.bucket, self._tombstone, window)
+            read = in_parallel(self.bucket, partial(self._tombstone, listed), window)
             found += [
                 (version, tombstone)
                 for version, tombstone in zip(window, read, strict=True)
@@ -316,22 +364,28 @@ class _Retention:
             gaps = []
         return {*listed, *(v for low, high in gaps for v in range(low, high))}
 
-    def _tombstone(self, version: int) -> Manifest | Literal["buried"] | None:
-        """Returns the tombstone that replaces a manifest, `BURIED` if it already is one. None if it
-        cannot be read: a damaged manifest occupies the name as well.
+    def _tombstone(
+        self, listed: Container[int], version: int
+    ) -> Manifest | Literal["buried"] | None:
+        """Returns the tombstone that replaces a manifest, or fills a number that has none; `BURIED`
+        if it already is one. None if an object that cannot be read occupies a number that belongs
+        to no version.
         """
-        try:
-            manifest = read_manifest(self.bucket, self.run, version)
-        except CorruptError as error:
-            self.found.refused.append(str(error))
-            return None
+        manifest: Manifest | None = None
+        if version in listed:
+            read = partial(read_manifest, self.bucket, self.run, version)
+            evidence = evidence_of_version(self.bucket, self.run, version, read)
+            if isinstance(evidence, Unknown):
+                self.found.refused.append(str(evidence.error))
+                return None
+            manifest = evidence.value if isinstance(evidence, Sound) else None
         if manifest is None:
             return Manifest(
                 run=self.run.id,
                 version=version,
                 digest=ZERO.hex() if version else self.run.digest,
                 epoch=0,
-                nonce="pruned",
+                nonce=FILLED,
                 created_at=0.0,
                 pruned=True,
             )
@@ -347,21 +401,7 @@ class _Retention:
             pruned=True,
         )
 
-    def _delete_below(self, floors: dict[int, ObjectMeta]) -> None:
-        end = self.found.pruned_below
-        for key in self.bucket.list(keys.COMPACTED):
-            name = keys.compacted_of(key)
-            if name is not None and (name[1] if name[0] is None else name[0]) < end:
-                self.found.compacted.append(key)
-        if not self._dry_run:
-            old = [keys.retention_floor(version) for version in floors if version < end]
-            for key in [*self.found.compacted, *old]:
-                self.bucket.delete(key)
-
-    def _delete_blobs(self, newest: int, due: datetime) -> None:
-        start, gone = self.found.pruned_below, set(self.found.compacted)
-        references = _References(self.bucket, self.run, start, newest, gone)
-        kept = references.update()
+    def _delete_blobs(self, references: _References, kept: set[str], due: datetime) -> None:
         old = {
             entry.key: entry.bytes
             for entry in self.bucket.list_objects(keys.BLOBS)
@@ -383,7 +423,6 @@ class _Retention:
         for key in deleted:
             self.found.blobs.append(key)
             self.found.bytes += old[key]
-        self.found.refused += references.refused
         if not self._dry_run:
             for entry in self.bucket.list_objects(keys.PARTS):
                 if entry.modified <= due:
@@ -396,26 +435,35 @@ class _CheckpointCommit(msgspec.Struct):
     version: Annotated[int, msgspec.Meta(ge=0)]
 
 
+class _Tombstone(NamedTuple):
+    """What is stored for a closed version; ``fills`` says that no manifest was there."""
+
+    version: int
+    data: bytes
+    fills: bool
+
+
 class _References:
     """Collects the keys of all blobs that run.json, compacted deltas and the versions from
-    ``start`` on need.
+    ``start`` on need. ``gone`` names the compacted deltas that are about to be deleted.
+
+    ``so`` completes the message of its error: what was not done.
     """
 
-    def __init__(self, bucket: Bucket, run: Run, start: int, newest: int, gone: set[str]) -> None:
+    def __init__(self, bucket: Bucket, run: Run, start: int, gone: set[str]) -> None:
         self._bucket = bucket
         self._run = run
         self._start = start
-        self._newest = newest
         self._compacted = set(gone)
         self._read: set[int] = set()
         self._found = {keys.blob(file.blob) for file in run.model_files}
         self.refused: list[str] = []
+        self.so = "nothing was deleted"
 
     def update(self) -> set[str]:
         """Returns the current keys; reads the objects that are new since the last call.
 
-        Raises `CorruptError` for a manifest up to the newest readable version that is damaged: its
-        blobs may be needed once it is repaired. Damaged objects above that version keep no blobs.
+        Raises `UnreadableError` for an object that cannot be read: its blobs may be needed.
         """
         newer_than = self._start - 1 if self._start else None
         listed = committed_objects(self._bucket, newer_than=newer_than)
@@ -424,28 +472,30 @@ class _References:
             name = keys.compacted_of(key)
             if name is None or key in self._compacted:
                 continue
+            read = partial(self._blobs_of_compacted, *name)
+            self._found |= require_evidence(self._bucket, key, read, so=self.so) or set()
             self._compacted.add(key)
-            try:
-                compacted = read_compacted_delta(self._bucket, self._run, *name)
-                if compacted is not None:
-                    self._add(compacted)
-            except CorruptError as error:
-                self.refused.append(str(error))
         return self._found
 
     def _read_version(self, version: int) -> None:
-        try:
-            manifest = read_manifest(self._bucket, self._run, version)
-        except CorruptError as error:
-            if version <= self._newest:
-                raise
-            self.refused.append(str(error))
-            return  # Not cached: a later call may find it whole.
+        read = partial(self._blobs_of_version, version)
+        evidence = evidence_of_version(self._bucket, self._run, version, read, so=self.so)
+        if isinstance(evidence, Unknown):
+            self.refused.append(str(evidence.error))
+        elif isinstance(evidence, Sound):
+            self._found |= evidence.value
         self._read.add(version)
-        if manifest is not None:
-            self._add(manifest)
-            self._found |= {keys.blob(file.blob) for file in manifest.model_files or ()}
 
-    def _add(self, stated: Manifest | CompactedDelta) -> None:
-        blobs = all_blobs(self._bucket, self._run, stated)
-        self._found |= {keys.blob(blob.hash) for blob in blobs}
+    def _blobs_of_version(self, version: int) -> set[str] | None:
+        manifest = read_manifest(self._bucket, self._run, version)
+        if manifest is None:
+            return None
+        files = {keys.blob(file.blob) for file in manifest.model_files or ()}
+        return files | self._blobs(manifest)
+
+    def _blobs_of_compacted(self, base: int | None, version: int) -> set[str] | None:
+        compacted = read_compacted_delta(self._bucket, self._run, base, version)
+        return None if compacted is None else self._blobs(compacted)
+
+    def _blobs(self, stated: Manifest | CompactedDelta) -> set[str]:
+        return {keys.blob(one.hash) for one in all_blobs(self._bucket, self._run, stated)}
