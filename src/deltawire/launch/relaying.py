@@ -62,6 +62,9 @@ def _report(done: Relayed, bar: Bars, *, as_json: bool) -> None:
     if as_json:
         print(safe_json(done), flush=True)  # noqa: T201
         return
+    if done.kind == "alarm":
+        bar.log(f"warning: the relay waits: {done.alarm}")
+        return
     line = f"version {done.version}: {byte_size(done.crossed)} copied"
     line += f", anchor of {byte_size(done.anchor_made)} made here" if done.anchor_made else ""
     line += f", {byte_size(done.anchor_copied)} of them an anchor" if done.anchor_copied else ""

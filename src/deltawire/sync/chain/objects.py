@@ -298,14 +298,14 @@ def read_retention_floors(bucket: Bucket, run: Run, *, unsigned: bool = False) -
         if number is None or entry.key != keys.retention_floor(number):
             continue
         try:
-            if _check_floor(bucket, run, number, unsigned=unsigned):
+            if _is_floor(bucket, run, number, unsigned=unsigned):
                 found.valid[number] = entry
         except CorruptError as error:
             found.refused.append(error)
     return found
 
 
-def _check_floor(bucket: Bucket, run: Run, version: int, *, unsigned: bool) -> bool:
+def _is_floor(bucket: Bucket, run: Run, version: int, *, unsigned: bool) -> bool:
     """Returns whether a floor exists at ``version``. Raises `CorruptError` for one of another
     run.
     """
@@ -313,11 +313,7 @@ def _check_floor(bucket: Bucket, run: Run, version: int, *, unsigned: bool) -> b
     data = bucket.get(key, limit=MAX_FLOOR_BYTES)
     if data is None:
         return False  # Retention deleted it after the listing.
-    if not unsigned:
-        check_signed(bucket, run, data, key)
-    floor = unseal(data, RetentionFloor, run=bucket.url, key=key)
-    if (floor.run, floor.version) != (run.id, version):
-        raise CorruptError("a retention floor of another run or version", run=bucket.url, key=key)
+    check_floor(bucket, run, version, data, unsigned=unsigned)
     if not bucket.exists(keys.manifest(version)):
         raise CorruptError(
             "a retention floor is at a version that is not committed",
@@ -327,6 +323,18 @@ def _check_floor(bucket: Bucket, run: Run, version: int, *, unsigned: bool) -> b
             key=key,
         )
     return True
+
+
+def check_floor(
+    bucket: Bucket, run: Run, version: int, data: bytes, *, unsigned: bool = False
+) -> None:
+    """Raises `CorruptError` unless ``data`` is the run's floor at ``version``."""
+    key = keys.retention_floor(version)
+    if not unsigned:
+        check_signed(bucket, run, data, key)
+    floor = unseal(data, RetentionFloor, run=bucket.url, key=key)
+    if (floor.run, floor.version) != (run.id, version):
+        raise CorruptError("a retention floor of another run or version", run=bucket.url, key=key)
 
 
 def newest_retention_floor(bucket: Bucket, run: Run, *, unsigned: bool = False) -> int:

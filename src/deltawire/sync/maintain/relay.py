@@ -23,8 +23,9 @@ are copied once their blobs have been made.
 
 Versions that retention prunes at the source are pruned at the destination too, down to the newest
 anchor that is there, with the source's tombstones. A region's bucket therefore does not grow
-without bound. A manifest that the source lost, or that cannot be read there, is skipped once a
-newer version can be read, and remains the relay's ``alarm``.
+without bound. A manifest that the source lost is passed over. One that cannot be read there is
+passed over, as by readers, only if a later version does without it (see `source_versions`);
+otherwise the relay waits for it. Either is the relay's ``alarm``.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError, UnreadableError
 from deltawire.store import Bucket, RetryingBucket
+from deltawire.sync.chain.evidence import Sound, Unknown, evidence_of, require_evidence
 from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import (
+    check_floor,
     check_signed,
     committed_versions,
     files_of,
@@ -51,10 +55,11 @@ from deltawire.sync.chain.objects import (
     require_run,
 )
 from deltawire.sync.chain.payloads import read_blobs, table_blobs
-from deltawire.sync.chain.version_poller import VersionPoller, newest_readable
+from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.maintain.blob_copies import BlobCopies
 from deltawire.sync.maintain.region_anchors import WITHIN, RegionAnchors, RelayedAnchor
 from deltawire.sync.maintain.retention import GRACE_S, Pruned, SealedElsewhere, prune
+from deltawire.sync.maintain.source_versions import SourceVersions
 from deltawire.sync.publish.compaction import COMPACTION_STRIDES, CompactionThread
 from deltawire.wire import keys
 from deltawire.wire.coordination import MAX_FLOOR_BYTES, RetentionFloor
@@ -63,10 +68,9 @@ from deltawire.wire.manifest import (
     CompactedDelta,
     Manifest,
     decode_compacted,
-    decode_manifest,
 )
 from deltawire.wire.payload import BlobRef
-from deltawire.wire.run import MAX_RUN_BYTES
+from deltawire.wire.run import MAX_RUN_BYTES, decode_run
 from deltawire.wire.seal import Signer, seal
 
 PRUNE_EVERY_S = 300.0
@@ -83,8 +87,9 @@ class Relayed:
     """The cost of copying one version, or of storing the anchor of one (``kind``), which follows
     its version. ``crossed`` bytes came from the source since the report before; of an anchor,
     ``anchor_made`` bytes were encoded here and ``anchor_copied`` came from the source. ``alarm``
-    names a manifest at the source that could not be read; ``anchor_error`` and ``compaction_error``
-    explain why an anchor or a compacted delta could not be made here.
+    names a manifest at the source that could not be read; of the kind ``alarm``, the relay waits
+    for it. ``anchor_error`` and ``compaction_error`` explain why an anchor or a compacted delta
+    could not be made here.
 
     Example::
 
@@ -101,7 +106,7 @@ class Relayed:
     alarm: str = ""
     compaction_error: str = ""
     anchor_error: str = ""
-    kind: Literal["version", "anchor"] = "version"
+    kind: Literal["version", "anchor", "alarm"] = "version"
 
 
 class Relay:
@@ -149,14 +154,14 @@ class Relay:
         self._grace_s = grace_s
         self._prune_at = 0.0
         self._pruned_below = 0
-        self._data: dict[int, bytes] = {}
+        self._prune_error: UnreadableError | None = None
         self._copied: set[str] = set()
         """Blobs of the version in progress that are at the destination."""
         self.run = require_run(self.source, public_key=public_key)
         self._copies = BlobCopies(self.source, self.destination, self.run)
         self._copy_run(public_key)
         self._keyless = bool(self.run.public_key) and signer is None
-        self._poller = VersionPoller(self.source, self.run, read=self._read)
+        self._versions = SourceVersions(self.source, self.run, count=self._copies.count)
         self.anchors = RegionAnchors(
             self.run, self._copies, unsigned=self._keyless, threads=threads
         )
@@ -188,13 +193,16 @@ class Relay:
         return self._copies.crossed
 
     @property
-    def alarm(self) -> CorruptError | None:
-        """The reason why a manifest at the source could not be read, None if all could."""
-        return self._poller.alarm
+    def alarm(self) -> DeltawireError | None:
+        """The reason why an object at the source could not be read, None if all could."""
+        return self._versions.alarm or self._prune_error
 
     def advance(self, progress: Callable[[Relayed], None] | None = None) -> int:
         """Copies every version that is now at the source, and then the anchors. Returns the number
         of versions.
+
+        Raises `UnreadableError` at the end if a version could not be read that must not be passed
+        over.
         """
         count = 0
         while (done := self.step()) is not None:
@@ -207,11 +215,16 @@ class Relay:
             if progress is not None:
                 progress(anchor)
         self.prune()
+        if self._versions.blocked is not None:
+            raise self._versions.blocked
         return count
 
     def follow(self, *, stop: threading.Event | None = None) -> Iterator[Relayed]:
-        """Copies version after version, waiting for the next, until ``stop`` is set."""
+        """Copies version after version, waiting for the next, until ``stop`` is set. An object that
+        cannot be read is reported once, and asked for again.
+        """
         stop = stop or threading.Event()
+        reported = ""
         while not stop.is_set():
             yield from self._finished_anchors()
             done = self.step()
@@ -219,8 +232,12 @@ class Relay:
                 if time.monotonic() > self._prune_at:
                     self._prune_at = time.monotonic() + PRUNE_EVERY_S
                     self.anchors.wake(self._done)
-                    self.prune()
-                stop.wait(self._poller.pause_s)
+                    self._prune_or_note()
+                waits = self._versions.blocked or self._prune_error
+                if waits is not None and str(waits) != reported:
+                    yield self._alarm(waits)
+                reported = "" if waits is None else str(waits)
+                stop.wait(self._versions.pause_s)
                 continue
             yield done
 
@@ -238,11 +255,19 @@ class Relay:
             self.run,
             cutoff=floor,
             grace_s=self._grace_s,
-            sealed=SealedElsewhere(self._tombstone, self._floor),
+            sealed=SealedElsewhere(self._versions.tombstone, self._floor),
         )
         if found.pruned_below == found.floor:
             self._pruned_below = floor  # Nothing to do until the source prunes more.
         return found
+
+    def _prune_or_note(self) -> None:
+        """Prunes, unless an object cannot be read: that is the alarm until a later call."""
+        try:
+            self.prune()
+            self._prune_error = None
+        except UnreadableError as error:
+            self._prune_error = error
 
     def close(self) -> None:
         """Makes the anchors and compacted deltas that are due, and ends the threads."""
@@ -257,7 +282,7 @@ class Relay:
         call may then be repeated.
         """
         started = time.perf_counter()
-        found = self._next()
+        found = self._versions.after(self._done, passing=self.version >= 0)
         if found is None:
             return None
         data, manifest = found
@@ -322,38 +347,26 @@ class Relay:
                 kind="anchor",
             )
 
+    def _alarm(self, error: UnreadableError) -> Relayed:
+        version = self._done + 1 if error.version is None else error.version
+        return Relayed(version, False, 0, 0, 0, 0.0, alarm=str(error), kind="alarm")
+
     def _compaction_error(self) -> str:
         error = self.compaction.error  # A delta that the source has not made yet is not an error.
         return "" if error is None or isinstance(error, RetryError) else str(error)
 
-    def _next(self) -> tuple[bytes, Manifest] | None:
-        """Returns the next version at the source that can be read, None if there is none yet."""
-        self._data.clear()
-        newest = self._poller.newer(self._done, nearest=True)
-        if newest is None:
-            return None
-        if newest.version == self._done + 1:
-            return self._data[newest.version], newest
-        # The next one is pruned, lost or damaged; use the first later one that can be read.
-        for version in committed_versions(self.source, newer_than=self._done):
-            try:
-                manifest = self._read(version)
-            except CorruptError:
-                continue
-            if manifest is not None:
-                return self._data[version], manifest
-        return None
-
-    def _tombstone(self, version: int) -> bytes | None:
-        found = self._read(version)
-        return self._data.pop(version) if found is not None and found.pruned else None
-
     def _floor(self, version: int) -> bytes | None:
+        """Returns the bytes of a floor at the source, checked as a reader would: they are created
+        at the destination once."""
         key = keys.retention_floor(version)
-        data = self.source.get(key, limit=MAX_FLOOR_BYTES)
-        if data is not None:
-            check_signed(self.source, self.run, data, key)
-        return data
+
+        def read() -> bytes | None:
+            data = self.source.get(key, limit=MAX_FLOOR_BYTES)
+            if data is not None:
+                check_floor(self.source, self.run, version, data)
+            return data
+
+        return require_evidence(self.source, key, read)
 
     def _begin_with(self, version: int) -> None:
         """Records at the destination that it never held a version below ``version``."""
@@ -363,7 +376,12 @@ class Relay:
 
     def _copy_run(self, public_key: str) -> None:
         """Copies run.json unchanged, after its files."""
-        there = read_run(self.destination, public_key=public_key)
+        there = require_evidence(
+            self.destination,
+            keys.RUN,
+            lambda: read_run(self.destination, public_key=public_key),
+            so="nothing was copied",
+        )
         if there is not None and there.id != self.run.id:
             raise InputError(
                 "the destination holds another run",
@@ -371,16 +389,28 @@ class Relay:
                 run=self.destination.url,
             )
         if there is None:
-            data = self.source.get(keys.RUN, limit=MAX_RUN_BYTES)
+            data = require_evidence(
+                self.source, keys.RUN, self._run_at_source, so="nothing was copied"
+            )
             if data is None:
                 raise RetryError(
                     "run.json existed and is now missing", run=self.source.url, key=keys.RUN
                 )
-            check_signed(self.source, self.run, data, keys.RUN)
             self._copies.count(len(data))
             files = [BlobRef(file.blob, file.bytes) for file in self.run.model_files]
             self._copies.copy_missing(files)
             self.destination.create(keys.RUN, data)
+
+    def _run_at_source(self) -> bytes | None:
+        """Reads the bytes of run.json and checks them as a reader of the destination will: they
+        are created there once, and stay."""
+        data = self.source.get(keys.RUN, limit=MAX_RUN_BYTES)
+        if data is None:
+            return None
+        check_signed(self.source, self.run, data, keys.RUN)
+        if decode_run(data, run=self.source.url, key=keys.RUN) != self.run:
+            raise CorruptError("run.json is another than before", run=self.source.url, key=keys.RUN)
+        return data
 
     def _resume(self) -> int:
         """Returns the newest version at the destination, -1 if there is none. An earlier relay may
@@ -428,7 +458,7 @@ class Relay:
             try:
                 found = read_manifest(self.source, self.run, version)
             except CorruptError:
-                continue
+                continue  # Beginning with an older anchor copies more, and loses nothing.
             if found is not None and (found.anchor is not None or version in later):
                 return version
         if start is not None and start < newest.version:
@@ -438,20 +468,6 @@ class Relay:
                 run=self.source.url,
             )
         raise CorruptError("the source has no anchor", run=self.source.url)
-
-    def _read(self, version: int) -> Manifest | None:
-        """Reads a manifest at the source, and keeps its bytes in ``_data``."""
-        key = keys.manifest(version)
-        data = self.source.get(key, limit=MAX_MANIFEST_BYTES)
-        if data is None:
-            return None
-        check_signed(self.source, self.run, data, key)
-        manifest = decode_manifest(
-            data, version=version, table=self.run, run=self.source.url, key=key
-        )
-        self._copies.count(len(data))
-        self._data[version] = data
-        return manifest
 
     def _keep_blobs(self, manifest: Manifest) -> None:
         """Stores blobs again that retention at the destination deleted before the commit: the relay
@@ -475,11 +491,14 @@ class Relay:
         key = keys.manifest(manifest.version)
         if self.destination.create(key, data):
             return
-        try:
-            there = read_manifest(self.destination, self.run, manifest.version)
-        except CorruptError:
-            self.destination.put(key, data)  # The manifest at the destination was unreadable.
+        read = partial(read_manifest, self.destination, self.run, manifest.version)
+        found = evidence_of(self.destination, key, read)
+        if isinstance(found, Unknown):
+            # No answer was sound, on any connection. Nothing but these bytes belongs here, and a
+            # tombstone is only where this relay has been already.
+            self.destination.put(key, data)
             return
+        there = found.value if isinstance(found, Sound) else None
         if there is None or (
             (there.nonce, there.digest) != (manifest.nonce, manifest.digest)
             and not there.pruned

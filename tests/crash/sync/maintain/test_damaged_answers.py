@@ -1,18 +1,21 @@
 """Maintenance that gets a bad answer: the object is whole, and nothing is done for good on it."""
 
+import threading
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 from history import snapshot, weights
 
 from deltawire.errors import DeltawireError, RetryError, UnreadableError
 from deltawire.store import open_bucket
-from deltawire.sync import load_mirror, read_manifest, read_run
+from deltawire.sync import Relay, load_mirror, open_publisher, read_manifest, read_run
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, flip_bit, half
-from deltawire.testing.tiny import same_bits, start_publisher
+from deltawire.testing.tiny import TENSORS, same_bits, start_publisher
 from deltawire.wire import keys
+from deltawire.wire.signing import Ed25519Signer
 
 NEWEST = 10
 ANCHORS = (0, 4, 8)
@@ -187,3 +190,127 @@ def test_sound_answers_cost_retention_one_listing_more(bucket):
     verbs = Counter(verb for verb, _ in bucket.operations)
     assert (verbs["get"], verbs["list"], verbs["head"]) == (21, 17, 13)
     assert sum(op == ("list", keys.CHECKPOINTS) for op in bucket.operations) == 2
+
+
+def relay_all(source, destination, **options):
+    carrier = Relay(source, destination, start=0, strides=(), grace_s=0, **options)
+    try:
+        carrier.advance()
+    finally:
+        carrier.close()
+    return carrier
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_relay_seals_no_damaged_run_for_good(damage, signed):
+    """`run.json` is created once: what a reader would refuse there would stay."""
+    signer = Ed25519Signer.generate() if signed else None
+    inner, destination = open_bucket("memory://"), open_bucket("memory://")
+    open_publisher(inner, weights(0), specs=TENSORS, signer=signer).close()
+    for at in range(1, 4):
+        source = FaultyBucket(inner)
+        source.damage(keys.RUN, DAMAGES[damage], at=at, times=1)
+        with suppress(DeltawireError):
+            relay_all(source, destination)
+        there = destination.get(keys.RUN, limit=1 << 20)
+        assert there in (None, inner.get(keys.RUN, limit=1 << 20))
+    relay_all(inner, destination)
+    assert read_run(destination) == read_run(inner)
+
+
+def test_a_run_that_stays_unreadable_is_not_copied(bucket):
+    destination = open_bucket("memory://")
+    bucket.damage(keys.RUN, DAMAGES["a flipped bit"], at=2)
+    with pytest.raises(UnreadableError, match=r"run\.json"):
+        relay_all(bucket, destination)
+    assert destination.list("") == []
+
+
+@pytest.mark.parametrize("answers", [1, 2, 3, None])
+def test_a_relay_passes_over_no_version_because_its_answers_are_damaged(original, answers):
+    """Without version 9, readers of the region would stay at 8 until the next anchor."""
+    destination = open_bucket("memory://")
+    relay_all(before(original, 8), destination)
+    source = FaultyBucket(snapshot(original))
+    source.damage(keys.manifest(9), half, times=answers)
+    carrier = Relay(source, destination, strides=(), grace_s=0)
+    if answers is None:
+        with pytest.raises(UnreadableError, match="cannot be read") as caught:
+            carrier.advance()
+        assert caught.value.key == keys.manifest(9)
+        assert carrier.version == 8
+        assert carrier.alarm is caught.value
+    else:
+        carrier.advance()
+    source.heal()
+    carrier.advance()
+    assert carrier.alarm is None
+    carrier.close()
+    assert destination.list(keys.MANIFESTS) == original.list(keys.MANIFESTS)
+    assert_whole(destination, 0)
+
+
+def test_a_relay_that_waits_for_an_unreadable_version_says_so(original):
+    destination = open_bucket("memory://")
+    relay_all(before(original, 8), destination)
+    source, stop = FaultyBucket(snapshot(original)), threading.Event()
+    source.damage(keys.manifest(9), half)
+    carrier = Relay(source, destination, strides=(), grace_s=0)
+    events = carrier.follow(stop=stop)
+    alarm = next(events)
+    assert (alarm.kind, alarm.version) == ("alarm", 9)
+    assert keys.manifest(9) in alarm.alarm
+    source.heal()
+    copied = (done.version for done in events if done.kind == "version")
+    assert [next(copied) for _ in range(2)] == [9, 10]
+    stop.set()
+    carrier.close()
+
+
+def test_a_relay_follows_a_line_that_skips_a_number(original):
+    """By the same rule as readers: a later version says that the number belongs to none."""
+    source, destination = snapshot(original), open_bucket("memory://")
+    relay_all(source, destination)
+    source.put(keys.manifest(NEWEST + 1), b"junk")
+    publish(source, NEWEST + 2, NEWEST + 3, anchor_every=0)
+    carrier = relay_all(source, destination)
+    assert carrier.version == NEWEST + 3
+    assert keys.manifest(NEWEST + 1) in str(carrier.alarm)
+    mirror = load_mirror(destination, read_run(destination))
+    assert same_bits(mirror.tensors, weights(NEWEST + 3))
+
+
+def before(bucket, newest):
+    """The bucket as it was when ``newest`` was its newest version."""
+    copy = snapshot(bucket)
+    for key in [*copy.list(keys.MANIFESTS), *copy.list(keys.COMPACTED)]:
+        name = keys.compacted_of(key)
+        if (keys.trailing_number(key) if name is None else name[1]) > newest:
+            copy.delete(key)
+    return copy
+
+
+def test_a_relay_prunes_nothing_on_a_damaged_tombstone_or_floor(original):
+    inner, filled = snapshot(original), open_bucket("memory://")
+    inner.delete(keys.checkpoint_commit(5))
+    relay_all(inner, filled)
+    prune(inner, read_run(inner), cutoff=NEWEST, grace_s=0)
+    at = 0
+    while True:
+        at += 1
+        source, destination = FaultyBucket(inner), snapshot(filled)
+        carrier = Relay(source, destination, strides=(), grace_s=0)
+        del source.operations[:]
+        source.damage("*", half, at=at, times=1)
+        with suppress(DeltawireError):
+            carrier.prune()
+        reads = sum(verb in ("get", "range") for verb, _ in source.operations)
+        source.heal()
+        assert_whole(destination, 8)
+        carrier.prune()
+        carrier.close()
+        assert destination.list(keys.BLOBS) == inner.list(keys.BLOBS)
+        if reads < at:
+            break
+    assert at > 5
