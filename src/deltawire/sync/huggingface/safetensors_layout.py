@@ -9,6 +9,7 @@ run's table before any file is written.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -20,11 +21,15 @@ from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError
 from deltawire.sync.publish.model_files import portable_name
 from deltawire.sync.publish.safetensors_files import MAX_HEADER_BYTES
-from deltawire.wire.objects import FORMAT, decode_json
+from deltawire.wire.objects import FORMAT, decode_json, prepared
 from deltawire.wire.run import Run, TensorSpec
 
 MAX_WEIGHT_FILES = 1 << 14
 SUFFIX = ".safetensors"
+METADATA = "__metadata__"
+
+_OBJECT = re.compile(rb'(?<!\\)"\s*:\s*\{')
+"""A member of a header whose value is an object; in a string the quotation mark is escaped."""
 
 
 class WeightFile(msgspec.Struct, frozen=True):
@@ -41,7 +46,15 @@ class SafetensorsLayout(msgspec.Struct, frozen=True, kw_only=True):
     files: Annotated[list[WeightFile], Meta(max_length=MAX_WEIGHT_FILES)]
 
 
-@dataclass(frozen=True)
+class _Entry(msgspec.Struct, frozen=True, gc=False):
+    """A tensor of a header; without any of these, it is the metadata."""
+
+    dtype: str = ""
+    shape: Annotated[tuple[int, ...], Meta(max_length=16)] = ()
+    data_offsets: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpan:
     """The bytes of a tensor in its file.
 
@@ -114,7 +127,7 @@ def default_layout(table: Run) -> SafetensorsLayout:
 
 def weight_file(name: str, tensors: Mapping[str, TensorSpec]) -> WeightFile:
     """Lays out tensors in one file, in this order, under the names that they are given here."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {METADATA: {"format": "pt"}}
     at = 0
     for written, spec in tensors.items():
         end = at + spec.count * ITEMSIZE[spec.dtype]
@@ -132,24 +145,28 @@ def _plan(file: WeightFile, specs: dict[str, TensorSpec], aliases: dict[str, str
     if not portable_name(file.name) or not file.name.endswith(SUFFIX):
         raise CorruptError(f"layout: {file.name[:80]!r} is not a valid name of a safetensors file")
     header = file.header.encode()
-    try:
-        entries = json.loads(header)
-        found = sorted(
-            (int(entry["data_offsets"][0]), int(entry["data_offsets"][1]), name, entry)
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise CorruptError(f"layout: {file.name} has a damaged header") from error
     prefix = len(header).to_bytes(8, "little") + header
+    # Counted before any is decoded: a few bytes of JSON become a hundred bytes of objects.
+    if sum(1 for _ in _OBJECT.finditer(header)) > len(specs) + len(aliases) + 1:
+        raise CorruptError(f"layout: {file.name} has more tensors than the run")
+    try:
+        entries = msgspec.json.decode(header, type=prepared(dict[str, _Entry]))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptError(f"layout: {file.name} has a damaged header") from error
+    del header
+    entries.pop(METADATA, None)
     spans, at = [], 0
-    for begin, end, name, entry in found:
+    for name in sorted(entries, key=lambda name: (entries[name].data_offsets or (0, 0), name)):
+        entry = entries[name]
         stored = name if name in specs else aliases.get(name, "")
         spec = specs.get(stored)
         if spec is None:
             raise CorruptError(f"layout: the run has no tensor {name[:80]!r}")
-        if entry.get("dtype") != spec.dtype or entry.get("shape") != list(spec.shape):
+        if entry.dtype != spec.dtype or entry.shape != spec.shape:
             raise CorruptError(f"layout: tensor {name[:80]!r} differs from the run's")
+        if entry.data_offsets is None:
+            raise CorruptError(f"layout: tensor {name[:80]!r} states no bytes")
+        begin, end = entry.data_offsets
         if begin != at or end - begin != spec.count * ITEMSIZE[spec.dtype]:
             raise CorruptError(f"layout: tensor {name[:80]!r} leaves a gap or overlaps another")
         spans.append(TensorSpan(name, stored, len(prefix) + begin, len(prefix) + end))
