@@ -25,6 +25,10 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 """So that a pipe in the place of the file does not hang its reader."""
 
 
+class OtherUsersError(InputError):
+    """A file or folder belongs to another user of this machine: this one can do without it."""
+
+
 def private_folder(path: Path, *, mode: int = 0o700) -> Path:
     """Create ``path`` with ``mode`` where it is missing, and check that only this user writes it.
 
@@ -119,7 +123,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
     if not _HAS_OWNERS:
         return
     if found.st_uid != os.geteuid():
-        raise InputError(
+        raise OtherUsersError(
             f"{path} belongs to another user (id {found.st_uid})",
             hint="remove it, or choose another folder",
         )

@@ -22,6 +22,7 @@ more and nothing else. Without space in the folder, each reader fetches each blo
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import random
 import threading
@@ -34,7 +35,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from deltawire.errors import InputError
-from deltawire.private_files import open_private, private_folder
+from deltawire.private_files import OtherUsersError, open_private, private_folder
 from deltawire.store import Bucket
 from deltawire.sync.chain.objects import get_blob
 from deltawire.wire.payload import BlobRef
@@ -48,12 +49,18 @@ GIGABYTES = "DELTAWIRE_BLOB_CACHE_GB"
 LIMIT_BYTES = 8 * 10**9
 
 WAIT_S = 60.0
-"""Seconds to wait for another reader's fetch of a blob."""
+"""Seconds from a claim on during which other readers wait for its fetch. A process that was stopped
+holds all its claims from about the same moment on, so it costs each reader this once."""
 
 PAUSE_S = 0.005
 
 PART = ".part"
 """The end of an unfinished file's name."""
+
+READ_BYTES = 1 << 30
+"""The most bytes that one read of a file asks for: Linux returns at most 2 GiB - 4 KiB of them."""
+
+_LOG = logging.getLogger("deltawire.sync")
 
 ABANDONED_S = 600.0
 """The age in seconds at which an unfinished file is deleted."""
@@ -99,7 +106,8 @@ class BlobCache:
         """Returns the bytes of each ``(start, length)`` of a blob, from its file or from the
         bucket. Those from a file are not checked: `drop` a blob that turns out to be damaged.
 
-        Returns None if another reader's fetch takes longer than `WAIT_S`. Raises as `get_blob`.
+        Returns None if another reader's fetch takes longer than `WAIT_S`, counted from its claim.
+        Raises as `get_blob`.
         """
         deadline = time.monotonic() + WAIT_S
         while True:
@@ -112,7 +120,7 @@ class BlobCache:
             if data is not None:
                 whole = memoryview(data)
                 return [whole[start : start + length] for start, length in ranges]
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._claimed_for_s(ref) > WAIT_S:
                 return None
             time.sleep(PAUSE_S)
 
@@ -135,6 +143,16 @@ class BlobCache:
     def _path(self, ref: BlobRef) -> Path:
         return self.folder / ref.hash
 
+    def _claimed_for_s(self, ref: BlobRef) -> float:
+        """Returns the age of the claim on a blob, 0 without one."""
+        try:
+            return time.time() - self._unfinished(ref).lstat().st_mtime
+        except OSError:
+            return 0.0
+
+    def _unfinished(self, ref: BlobRef) -> Path:
+        return self.folder / f"{ref.hash}{PART}"
+
     def _read_file(
         self, ref: BlobRef, ranges: Sequence[tuple[int, int]]
     ) -> list[memoryview] | None:
@@ -143,7 +161,7 @@ class BlobCache:
         except (OSError, InputError):
             return None
         try:
-            parts = [memoryview(os.pread(descriptor, length, start)) for start, length in ranges]
+            parts = [_read_range(descriptor, start, length) for start, length in ranges]
         except OSError:
             return None
         finally:
@@ -155,7 +173,7 @@ class BlobCache:
 
     def _fetch_locked(self, ref: BlobRef) -> bytes | bytearray | None:
         """Fetches a blob and stores its file; returns None if another reader does so, or has."""
-        unfinished = self.folder / f"{ref.hash}{PART}"
+        unfinished = self._unfinished(ref)
         try:
             descriptor = open_private(unfinished, os.O_RDWR | os.O_CREAT)
         except (OSError, InputError):
@@ -172,6 +190,7 @@ class BlobCache:
                 return None
             stored = False
             try:
+                os.utime(descriptor)  # The claim begins now, whoever made the file.
                 data = self._fetch(ref)
                 stored = self._store(descriptor, unfinished, ref, data)
                 return data
@@ -225,6 +244,20 @@ class BlobCache:
             total -= length
 
 
+def _read_range(descriptor: int, start: int, length: int) -> memoryview:
+    """Reads a range of a file, in several pieces if it is large; it is shorter if the file ends."""
+    first = os.pread(descriptor, min(length, READ_BYTES), start)
+    if len(first) == length:
+        return memoryview(first)
+    found = bytearray(first)
+    while len(found) < length:
+        part = os.pread(descriptor, min(length - len(found), READ_BYTES), start + len(found))
+        if not part:
+            break
+        found += part
+    return memoryview(found)
+
+
 def _names(path: Path, descriptor: int) -> bool:
     """Returns whether a path still names an open file, which another reader may have renamed."""
     try:
@@ -235,7 +268,8 @@ def _names(path: Path, descriptor: int) -> bool:
 
 def configured_cache(bucket: Bucket) -> BlobCache | None:
     """Returns a cache of ``bucket`` in the folder that the environment names (`FOLDER`,
-    `GIGABYTES`); None if it names none, or the bucket is on this host.
+    `GIGABYTES`); None if it names none, the bucket is on this host, or the folder belongs to
+    another user, which is logged: readers then fetch each blob.
 
     Raises `InputError` if the folder cannot be used, or the limit is no number above 0.
     """
@@ -257,4 +291,8 @@ def configured_cache(bucket: Bucket) -> BlobCache | None:
             f"{FOLDER} is {folder[:200]!r}",
             hint="give an absolute path, such as /dev/shm/deltawire",
         )
-    return BlobCache(bucket, Path(folder), int(limit))
+    try:
+        return BlobCache(bucket, Path(folder), int(limit))
+    except OtherUsersError as error:
+        _LOG.warning("blobs are not shared with the other readers of this host: %s", error)
+        return None

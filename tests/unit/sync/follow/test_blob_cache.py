@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -246,6 +247,65 @@ def test_a_fetch_that_never_ends_is_not_awaited_forever(shared, monkeypatch):
         assert BlobCache(bucket, shared).read(ref, [(0, 10)]) is None
         leave.set()
         slow.result(60)
+
+
+def test_a_reader_that_was_stopped_is_not_awaited_blob_by_blob(shared, monkeypatch):
+    """Its claims are older than a reader waits, so none costs a pause; a new claim does."""
+    bucket, ref, data = one_blob()
+    cache, pauses = BlobCache(bucket, shared), []
+    path = shared / f"{ref.hash}.part"
+    with path.open("wb") as held:
+        path.chmod(0o600)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        os.utime(path, (0, 0))
+        monkeypatch.setattr(blob_cache.time, "sleep", lambda _s: pytest.fail("it waited"))
+        assert cache.read(ref, [(0, 10)]) is None
+        os.utime(path)
+
+        def end_the_claim(_seconds):
+            pauses.append(1)
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(blob_cache.time, "sleep", end_the_claim)
+        assert cache.read(ref, [(0, 10)]) == [data[:10]]
+    assert pauses == [1]
+
+
+def test_a_claim_is_dated_when_it_begins(shared):
+    """A dead reader's file may be an hour old."""
+    bucket, ref, _ = one_blob()
+    path = shared / f"{ref.hash}.part"
+    ages = []
+
+    class Looking(Remote):
+        def _call(self, verb, key, operation):
+            ages.append(path.stat().st_mtime)
+            return operation()
+
+    cache = BlobCache(Looking(bucket), shared)
+    path.touch(mode=0o600)
+    os.utime(path, (0, 0))
+    cache.get(ref)
+    assert ages[0] > 0
+
+
+def test_a_range_that_the_system_reads_in_pieces_is_whole(shared, monkeypatch):
+    bucket, ref, data = one_blob()
+    cache, read = BlobCache(bucket, shared), os.pread
+    assert cache.get(ref) == data
+    monkeypatch.setattr(os, "pread", lambda file, length, at: read(file, min(length, 64), at))
+    assert cache.read(ref, [(0, 10), (5, 900)]) == [data[:10], data[5:905]]
+    assert cache.get(ref) == data
+    assert bucket.reads == {keys.blob(ref.hash): 1}
+    assert cache._read_file(ref, [(990, 20)]) is None, "the file ends before"
+
+
+def test_a_folder_of_another_user_is_no_wrong_input(shared, monkeypatch, caplog):
+    bucket, _, _ = one_blob()
+    shared.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: shared.stat().st_uid + 1)
+    assert configured_cache(bucket) is None
+    assert "belongs to another user" in caplog.text
 
 
 def test_without_space_readers_fetch_for_themselves(shared):
