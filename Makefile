@@ -8,6 +8,9 @@
 # make docs           builds the documents as a site, in build/site
 # make dist           builds the source archive and a wheel, and tests it in an empty environment
 # make fuzz           fuzzes the native kernels, each target for SECONDS=600
+# make lock           renews requirements/: the newest versions that pyproject.toml admits, by hash
+# make newest         tests with the newest releases, also beyond the ranges, and says what would break;
+#                     TESTS="tests/unit/engines" runs a part
 # make targets        compiles the native code for Arm, musl and macOS, and fuzzes what can run here
 BIN := .venv/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
@@ -15,7 +18,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 # Tests that start processes wait a third of their time, so two cores keep three of them busy.
 PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder --strict-skips
 
-.PHONY: setup demo live test drills test-engines engines lint format bench docs dist fuzz targets clean
+.PHONY: setup demo live test drills test-engines engines lint format bench docs dist fuzz targets lock newest clean
 
 setup: .venv/.ready
 
@@ -70,5 +73,11 @@ fuzz:
 targets:
 	@sh scripts/targets.sh $(or $(SECONDS),10)
 
+lock: setup
+	$(BIN)/python scripts/lock.py
+
+newest: setup
+	$(BIN)/python scripts/newest.py $(TESTS)
+
 clean:
-	rm -rf .venv .venv-vllm build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-vllm build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,35 +1,40 @@
 """Writes requirements/: a hash-locked requirement file for each extra, and a bill of materials.
 
-    .venv/bin/python scripts/lock.py            resolves with pip, and writes the files
+    make lock            resolves with pip, and writes the files
 
-pip resolves all extras together, with the versions that this interpreter has installed and tests
-with. Each file then holds the closure of one extra, one package a line with the SHA-256 of its
-file, so that pip refuses anything else::
+pip resolves all extras together, at the newest versions that the ranges of pyproject.toml admit.
+Each file then holds the closure of one extra, one package a line with the SHA-256 of its file, so
+that pip refuses anything else::
 
     pip install --require-hashes -r requirements/torch.txt
     pip install --require-hashes -r requirements/rl.txt
     pip install --no-deps .
 
-The wheels are those for CPython 3.11 on Linux, x86-64. PyTorch has a file for itself: that of the
-default index, with the CUDA libraries that it needs. Builds for CPUs and for other CUDA releases
-have the same version and other hashes, and come from other indices; where one is installed first,
-the other files are the same. pip before 23.3 downloads all of it to resolve it.
+``scripts/setup.sh`` installs these versions. The wheels are those for CPython 3.11 on Linux,
+x86-64. PyTorch has a file for itself: that of the default index, with the CUDA libraries that it
+needs. Builds for CPUs and for other CUDA releases have the same version and other hashes, and come
+from other indices; where one is installed first, the other files are the same. ``build.txt`` holds
+what builds deltawire and the packages that have no wheel.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
 import uuid
+import venv
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +48,20 @@ NOT_LOCKED = {"torch": "install torch.txt, or another build of this version, fir
 """Packages that have a file for themselves, with what to do; what they need comes with them."""
 SEPARATE = {
     "torch": "its builds have equal versions and different hashes",
+    "build": "it is installed before anything that is built",
     "trackio": "it excludes the versions that the other extras are tested with",
 }
 """Files that are resolved without the others, with the reason."""
-TITLES = {"core": "deltawire without extras", "torch": "PyTorch of the default index"}
+TITLES = {
+    "core": "deltawire without extras",
+    "torch": "PyTorch of the default index",
+    "build": "The tools that build deltawire and packages without a wheel",
+}
+BUILD_TOOLS = ("cmake>=3.25,<5", "ninja>=1.11,<2", "setuptools", "wheel>=0.45,<1")
+"""The build's tools that no ``requires`` names: scikit-build-core calls CMake and Ninja, and source
+archives of `SOURCE_ONLY` need setuptools. PyTorch bounds setuptools."""
+RESOLVER = "pip>=25.3,<27"
+"""pip before 23.3 downloads every wheel to read what it needs."""
 SOURCE_ONLY = frozenset({"cellpylib", "pycosat", "zss"})
 """Packages of which only a source archive fits: pip runs their build scripts. A new one is refused
 until it is added here by hand."""
@@ -87,28 +102,21 @@ def separate() -> dict[str, list[Requirement]]:
     """The direct requirements of the files of `SEPARATE`."""
     table = project()["optional-dependencies"]
     torch = next(one for one in map(Requirement, table["rl"]) if one.name == "torch")
-    return {"torch": [torch], "trackio": [Requirement(text) for text in table["trackio"]]}
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    return {
+        "torch": [torch],
+        "build": [Requirement(text) for text in (*build, *BUILD_TOOLS)],
+        "trackio": [Requirement(text) for text in table["trackio"]],
+    }
 
 
-def resolve_all() -> dict[str, Package]:
-    """All extras but the separate ones together, at the versions that are installed.
-
-    PyTorch's build of the default index decides the versions of Triton and setuptools.
-    """
-    installed = [f"{d.name}=={d.version}" for d in importlib.metadata.distributions()]
-    free = ("deltawire", "pip", "setuptools", "triton")
-    fixed = [one for one in installed if one.partition("==")[0] not in free]
-    wanted = sorted({str(one) for group in extras().values() for one in group})
-    return resolve(wanted, [one.partition("+")[0] for one in fixed])
-
-
-def resolve(wanted: Iterable[str], installed: Iterable[str] = ()) -> dict[str, Package]:
-    """Let pip resolve requirements together, at ``installed`` versions; by canonical name."""
+def resolve(wanted: Iterable[str], fixed: Iterable[str] = ()) -> dict[str, Package]:
+    """Let pip resolve requirements together, at ``fixed`` versions; by canonical name."""
     with tempfile.TemporaryDirectory() as folder:
         constraints, report = Path(folder) / "constraints.txt", Path(folder) / "report.json"
-        constraints.write_text("\n".join(sorted(set(installed))))
-        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
-        command += ["--quiet", "--prefer-binary"]
+        constraints.write_text("\n".join(sorted(set(fixed))))
+        command = [_resolver(), "-m", "pip", "install", "--dry-run", "--ignore-installed"]
+        command += ["--quiet", "--prefer-binary", "--disable-pip-version-check"]
         command += ["--report", str(report), "--constraint", str(constraints), *wanted]
         # Packages come from the default index only: hashes of local copies say nothing.
         environment = {
@@ -123,6 +131,18 @@ def resolve(wanted: Iterable[str], installed: Iterable[str] = ()) -> dict[str, P
     if new := sorted(sources - SOURCE_ONLY - NOT_LOCKED.keys()):
         raise SystemExit(f"only source archives of {', '.join(new)}: look at them, then add them")
     return {package.name: package for package in packages}
+
+
+@cache
+def _resolver() -> str:
+    """An environment with a pip that resolves from metadata; removed when the process ends."""
+    folder = tempfile.mkdtemp(prefix="deltawire-lock-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    python = str(Path(folder) / "bin" / "python")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", RESOLVER]
+    subprocess.run(pip, check=True)  # noqa: S603  (pip, with our words)
+    return python
 
 
 def _own() -> str:
@@ -243,13 +263,14 @@ def _component(package: Package) -> dict[str, Any]:
 
 def main() -> int:
     """Resolve, and write the files."""
-    packages = resolve_all()
+    wanted = sorted({str(one) for group in extras().values() for one in group})
+    packages = resolve(wanted)
     FOLDER.mkdir(exist_ok=True)
     every: dict[tuple[str, str], Package] = {}
     needed = {extra: closure(direct, packages) for extra, direct in extras().items()}
     for name, direct in separate().items():
         # PyTorch brings the versions in the other files; trackio agrees with neither.
-        fixed = [f"{p.name}=={p.version}" for p in packages.values() if name == "torch"]
+        fixed = [f"{p.name}=={p.version}" for p in packages.values() if name != "trackio"]
         needed[name] = sorted(resolve(map(str, direct), fixed).values(), key=_name)
     for extra, found in needed.items():
         (FOLDER / f"{extra}.txt").write_text(lock_text(extra, found))

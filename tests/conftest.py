@@ -26,6 +26,7 @@ from pathlib import Path
 
 import pytest
 import thread_leaks
+from locked_versions import differences
 from skip_list import SkipList
 
 # Without a GPU Triton's kernels are interpreted. It has to know before anything imports it.
@@ -84,6 +85,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if differences() and not os.environ.get("DELTAWIRE_NEWEST"):
+        # A dependency's newer release may announce changes; `make newest` makes errors of them.
+        for kind in ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning"):
+            config.addinivalue_line("filterwarnings", f"default::{kind}")
     if config.getoption("strict_skips"):
         config.pluginmanager.register(SkipList(SKIPS), "skip-list")
     # Not in the environment that has only vLLM's own packages.

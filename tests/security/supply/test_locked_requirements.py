@@ -51,12 +51,14 @@ EXTRAS = sorted(DIRECT)
 
 def test_there_is_one_file_for_each_extra():
     assert sorted(path.stem for path in FOLDER.glob("*.txt")) == EXTRAS
-    assert set(EXTRAS) - {"core", "torch"} == set(script().project()["optional-dependencies"])
+    assert set(EXTRAS) - {"build", "core", "torch"} == set(
+        script().project()["optional-dependencies"]
+    )
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_every_direct_dependency_is_locked_in_its_range(extra):
-    """After a changed range or a new dependency, run scripts/lock.py."""
+    """After a changed range or a new dependency, run `make lock`."""
     text = (FOLDER / f"{extra}.txt").read_text()
     for one in DIRECT[extra]:
         name = canonicalize_name(one.name)
@@ -65,6 +67,21 @@ def test_every_direct_dependency_is_locked_in_its_range(extra):
         else:
             version = locked(extra)[name][0]
         assert one.specifier.contains(version), f"{extra}: {name} {version} is not in {one}"
+
+
+def test_ranges_end_at_the_next_minor_release():
+    """Packages that break their users in minor releases are admitted as far as they are tested."""
+    strict = {"torch", "transformers", "peft", "trl", "tinker", "verifiers"}
+    found = {}
+    for group in script().extras().values():
+        found |= {one.name: one.specifier for one in group if one.name in strict}
+    assert found.keys() == strict
+    release = re.search(r"^torch==(\S+)", (FOLDER / "torch.txt").read_text(), re.MULTILINE)[1]
+    for name, specifier in found.items():
+        version = release if name == "torch" else {**locked("dev"), **locked("rl")}[name][0]
+        major, minor = map(int, version.split(".")[:2])
+        assert specifier.contains(version)
+        assert not specifier.contains(f"{major}.{minor + 1}.0"), name
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
