@@ -12,10 +12,11 @@ from deltawire.chat.requests import RequestDefaults
 from deltawire.live.capture import uploader
 from deltawire.live.capture.consent import ConsentRule
 from deltawire.live.capture.redaction import Redaction
-from deltawire.live.gateway.app import WEBHOOK, LiveCalls
+from deltawire.live.gateway.app import LiveCalls
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions
 from deltawire.serving import replica_set
 from deltawire.serving.app import build_app, build_runner
+from deltawire.serving.bodies import BODIES
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.serving.vllm import VllmReplica
 from deltawire.store import open_bucket
@@ -112,8 +113,8 @@ class TokenReplica(FakeVllm):
 class LiveGateway:
     """The gateway and a client."""
 
-    def __init__(self, client, port, fakes, recorder, bucket):
-        self.client, self.port, self.fakes = client, port, fakes
+    def __init__(self, client, port, fakes, recorder, bucket, bodies):
+        self.client, self.port, self.fakes, self.bodies = client, port, fakes, bodies
         self.recorder, self.bucket = recorder, bucket
         self.fake = fakes[0]
 
@@ -183,6 +184,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
     make = options.pop("replica", TokenReplica)
     defaults = options.pop("defaults", RequestDefaults())
     release = options.pop("release", None)
+    hook = options.pop("hook", HOOK)
     options.setdefault("consent", ConsentRule(header=True))
     run = start_run(bucket)
     recorder = Recorder(
@@ -198,11 +200,8 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
             VllmReplica(str(fake.server.make_url("/")), upstream, key="upstream") for fake in fakes
         ]
         members = ReplicaSet(bucket, run, members)
-        app = build_app(
-            members, upstream, token=TOKEN, admin_token=ADMIN, upstream_key="upstream",
-            self_checked=(WEBHOOK,),
-        )  # fmt: skip
-        LiveCalls(recorder, defaults, release=release, webhook_secret=HOOK).add_to(app)
+        app = build_app(members, upstream, token=TOKEN, admin_token=ADMIN, upstream_key="upstream")
+        LiveCalls(recorder, defaults, release=release, webhook_secret=hook).add_to(app)
         runner = build_runner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -210,7 +209,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
             async with asyncio.timeout(60):
                 while not members.ready:
                     await asyncio.sleep(0.01)
-            yield LiveGateway(client, runner.addresses[0][1], fakes, recorder, bucket)
+            yield LiveGateway(client, runner.addresses[0][1], fakes, recorder, bucket, app[BODIES])
         finally:
             await runner.cleanup()
             for fake in fakes:

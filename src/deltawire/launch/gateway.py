@@ -31,7 +31,7 @@ from deltawire.live.capture.redaction import Redaction, load_redact
 from deltawire.live.erasure.forgetting import GroupsNeededError, forget_user
 from deltawire.live.erasure.rebuilding import Rebuild, check_rebuildable, rebuild_without
 from deltawire.live.feedback.limits import FeedbackLimits
-from deltawire.live.gateway.app import WEBHOOK, LiveCalls
+from deltawire.live.gateway.app import LiveCalls
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions
 from deltawire.private_files import open_private, private_folder
 from deltawire.runtime.highest_version import state_folder
@@ -231,7 +231,6 @@ async def _serve(
             admin_token=tokens[1],
             upstream_key=key,
             upstream_model=options.model,
-            self_checked=(WEBHOOK,),
         )
         calls.add_to(app)
         runner = build_runner(app)

@@ -4,12 +4,18 @@
 
     POST, GET   /hot_load/v1/models/hot_load              admin     load a snapshot; replica states
     GET, DELETE /v1/accounts/{a}/deployments/{d}/ledger   admin     past requests; clear them
-    any         /v1/…, /inference/v1/…                    sampling  proxied to a replica
+    POST        /v1/chat/completions, /v1/completions     sampling  proxied to a replica
+    GET         /v1/models                                sampling  proxied to a replica
     GET         /health                                   none      200 once every replica is ready
 
-The admin token is accepted wherever the sampling token is. A client that disconnects cancels its
-request at the replica. Clients have `HEADER_WITHIN_S` to send a request's head, `BODY_WITHIN_S` for
-its body, and `WRITE_WITHIN_S` to take each piece of the answer.
+The proxied paths are also served below ``/inference``. Nothing else reaches a replica: it has calls
+that load weights, and it trusts the key that this server adds.
+
+A handler says which token it needs (`needs`); one that says nothing needs the sampling token, as do
+paths that do not exist. The admin token is accepted wherever the sampling token is. A client that
+disconnects cancels its request at the replica. Clients have `HEADER_WITHIN_S` to send a request's
+head, `deltawire.serving.bodies.BODY_WITHIN_S` for its body, and `WRITE_WITHIN_S` to take each piece
+of the answer.
 """
 
 from __future__ import annotations
@@ -18,35 +24,41 @@ import asyncio
 import hmac
 import json
 import logging
-import re
-from collections.abc import Awaitable, Callable, Collection
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
 from deltawire.errors import BugError, DeltawireError, InputError, RetryError
+from deltawire.serving.bodies import (
+    BODIES,
+    BODIES_BYTES,
+    MAX_BODY_BYTES,
+    BodyBudget,
+    give_back_bodies,
+    read_body,
+)
 from deltawire.serving.contract import read_request
 from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
 
-MAX_BODY_BYTES = 64 << 20
 BUSY = 425
 """The hosted services' status for new requests while all replicas drain to change weights."""
 
 HEADER_WITHIN_S = 30.0
 """Also how long a connection may stay idle between two requests."""
-BODY_WITHIN_S = 60.0
 WRITE_WITHIN_S = 60.0
 
 _LOG = logging.getLogger("deltawire.serving")
 
 SESSION_HEADERS = ("x-multi-turn-session-id", "x-session-affinity")
-ADMIN_PATHS = "/live/"
-"""Calls below it need the admin token."""
 SNAPSHOT_HEADER = "x-deltawire-snapshot"
+PREFIXES = ("", "/inference")
+ANSWERS = ("/v1/chat/completions", "/v1/completions")
+"""Paths whose answers a model draws; with `MODELS` they are all that reaches a replica."""
+MODELS = "/v1/models"
 
-_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9@:._~-]+\Z")
 RETURNED_HEADERS = ("Content-Type", "Cache-Control", "X-Request-Id")
 
 REPLICAS = web.AppKey("replicas", ReplicaSet)
@@ -55,8 +67,30 @@ KEY = web.AppKey("key", str)
 MODEL = web.AppKey("model", str)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ANSWER = web.AppKey[Handler]("answer")
+"""The handler of the paths in `ANSWERS`; replace it to do more than to proxy them."""
 Exchange = Callable[[web.Request, TrackedReplica, bytes], Awaitable[web.StreamResponse]]
 """Sends a request's body to a replica, and its answer to the client."""
+Access = Literal["none", "sampling", "admin", "signature"]
+H = TypeVar("H", bound=Callable[..., Any])
+
+
+def needs(access: Access) -> Callable[[H], H]:
+    """Marks a handler with who may call it: everybody (``none``), holders of a token, or whoever
+        signs the request (``signature``), which the handler checks itself.
+
+        Example::
+
+            @needs("admin")
+            @needs("admin")
+    async def _state(request: web.Request) -> web.StreamResponse: ...
+    """
+
+    def mark(handler: H) -> H:
+        vars(handler)["access"] = access
+        return handler
+
+    return mark
 
 
 def build_app(
@@ -67,34 +101,35 @@ def build_app(
     admin_token: str,
     upstream_key: str = "",
     upstream_model: str = "",
-    self_checked: Collection[str] = (),
 ) -> web.Application:
     """Builds the application for ``replicas``, which it starts and closes; serve it with
     `build_runner`.
 
     ``token`` permits sampling, ``admin_token`` everything. ``session`` reaches the replicas with
     ``upstream_key``. ``upstream_model`` replaces each request's ``model``, so that clients may name
-    a deployment as at the hosted services. Calls of the paths ``self_checked`` need no token: their
-    handlers check who sends them.
+    a deployment as at the hosted services.
     """
     if not token or not admin_token or token == admin_token:
         raise InputError(
             "the server needs two different tokens", hint="one for sampling, one for hot-loading"
         )
     app = web.Application(
-        middlewares=[answer_errors, _bearer(token, admin_token, self_checked)],
+        middlewares=[give_back_bodies, answer_errors, _bearer(token, admin_token)],
         client_max_size=MAX_BODY_BYTES,
     )
+    app[BODIES] = BodyBudget(BODIES_BYTES)
     app[REPLICAS], app[SESSION] = replicas, session
-    app[KEY], app[MODEL] = upstream_key, upstream_model
+    app[KEY], app[MODEL], app[ANSWER] = upstream_key, upstream_model, _proxy
     app.router.add_post("/hot_load/v1/models/hot_load", _hot_load)
     app.router.add_get("/hot_load/v1/models/hot_load", _state)
     ledger = "/v1/accounts/{account}/deployments/{deployment}/ledger"
     app.router.add_get(ledger, _ledger)
     app.router.add_delete(ledger, _forget)
     app.router.add_get("/health", _health)
-    app.router.add_route("*", "/v1/{path:.*}", _proxy)
-    app.router.add_route("*", "/inference/v1/{path:.*}", _proxy)
+    for prefix in PREFIXES:
+        for path in ANSWERS:
+            app.router.add_post(prefix + path, _answer)
+        app.router.add_get(prefix + MODELS, _proxy, allow_head=False)
 
     async def life(_: web.Application) -> Any:
         replicas.start()
@@ -113,6 +148,7 @@ def build_runner(app: web.Application) -> web.AppRunner:
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=HEADER_WITHIN_S,
+        auto_decompress=False,
         lingering_time=1.0,  # How long the rest of a refused body is read.
         logger=_OneLineLogger("deltawire.serving.http"),
     )
@@ -150,7 +186,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return error_answer(500, BugError("the server failed to handle this request"))
 
 
-def _bearer(token: str, admin_token: str, self_checked: Collection[str]) -> Any:
+def _bearer(token: str, admin_token: str) -> Any:
     sampling, admin = (f"Bearer {one}".encode() for one in (token, admin_token))
 
     @web.middleware
@@ -158,54 +194,51 @@ def _bearer(token: str, admin_token: str, self_checked: Collection[str]) -> Any:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         is_admin = hmac.compare_digest(given, admin)
         is_client = hmac.compare_digest(given, sampling)
-        if request.path != "/health" and request.path not in self_checked:
+        # That of the route, and so also of a path that is spelled in another way.
+        access: Access = getattr(request.match_info.handler, "access", "sampling")
+        if access in ("sampling", "admin"):
             if not (is_admin or is_client):
                 return error_answer(401, InputError("this is not a valid bearer token"))
-            handler_of = request.match_info.handler
-            if not is_admin and (handler_of in _ADMIN or request.path.startswith(ADMIN_PATHS)):
+            if access == "admin" and not is_admin:
                 return error_answer(403, InputError("this call needs the admin token"))
         return await handler(request)
 
     return check
 
 
+@needs("admin")
 async def _hot_load(request: web.Request) -> web.StreamResponse:
     return json_answer(await request.app[REPLICAS].hot_load(read_request(await read_body(request))))
 
 
+@needs("admin")
 async def _state(request: web.Request) -> web.StreamResponse:
     return json_answer(request.app[REPLICAS].state())
 
 
+@needs("admin")
 async def _ledger(request: web.Request) -> web.StreamResponse:
     return json_answer({"snapshots": list(request.app[REPLICAS].ledger.values())})
 
 
+@needs("admin")
 async def _forget(request: web.Request) -> web.StreamResponse:
     request.app[REPLICAS].forget()
     return json_answer({})
 
 
-_ADMIN = frozenset({_hot_load, _state, _ledger, _forget})
-
-
-async def read_body(request: web.Request) -> bytes:
-    """Returns a request's body, if it comes within `BODY_WITHIN_S`."""
-    try:
-        async with asyncio.timeout(BODY_WITHIN_S):
-            return await request.read()
-    except TimeoutError as error:
-        raise web.HTTPRequestTimeout from error
-
-
+@needs("none")
 async def _health(request: web.Request) -> web.StreamResponse:
     ready = request.app[REPLICAS].ready
     return web.json_response({"ready": ready}, status=200 if ready else 503)
 
 
+async def _answer(request: web.Request) -> web.StreamResponse:
+    return await request.app[ANSWER](request)
+
+
 async def _proxy(request: web.Request) -> web.StreamResponse:
     """Proxies a request to a replica, and streams the answer back."""
-    _check_path(request.match_info["path"])
     body = with_model(await read_body(request), request.app[MODEL])
     return await to_replica(request, body, _exchange, session=session_of(request))
 
@@ -213,6 +246,13 @@ async def _proxy(request: web.Request) -> web.StreamResponse:
 def session_of(request: web.Request) -> str:
     """Returns the session that a request names; empty if it names none."""
     return next((request.headers[h] for h in SESSION_HEADERS if h in request.headers), "")
+
+
+def path_of(request: web.Request) -> str:
+    """Returns the path of a proxied request at the replica: the route's, however a client spells
+    it."""
+    resource = request.match_info.route.resource
+    return "" if resource is None else resource.canonical.removeprefix("/inference")
 
 
 async def to_replica(
@@ -241,16 +281,15 @@ async def to_replica(
 def call_replica(request: web.Request, member: TrackedReplica, body: bytes) -> Any:
     """Returns the call of a replica as a context manager, which yields its response."""
     app = request.app
-    path = request.path.removeprefix("/inference").removeprefix("/v1/")
     headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
     headers["Accept-Encoding"] = "identity"
     if app[KEY]:
         headers["Authorization"] = f"Bearer {app[KEY]}"
     return app[SESSION].request(
         request.method,
-        f"{member.replica.base_url}/v1/{path}",
+        f"{member.replica.base_url}{path_of(request)}",
         params=request.query,
-        data=body if request.can_read_body or body else None,
+        data=body or None,
         headers=headers,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         allow_redirects=False,
@@ -293,13 +332,6 @@ async def _exchange(
         raise
     except (aiohttp.ClientError, TimeoutError) as error:
         return break_off(request, member, answer, error)
-
-
-def _check_path(path: str) -> None:
-    """Raises `InputError` unless a path stays below ``/v1``: only the key that this server adds
-    protects a replica's other calls."""
-    if not all(_NAME.match(name) for name in path.split("/")):
-        raise InputError(f"/v1/{path[:80]} is not a path that replicas serve")
 
 
 def with_model(body: bytes, model: str) -> bytes:

@@ -25,7 +25,8 @@ import msgspec
 from aiohttp import web
 
 from deltawire.errors import InputError, RetryError
-from deltawire.serving.app import Handler, answer_errors, json_answer, read_body
+from deltawire.serving.app import Handler, answer_errors, json_answer
+from deltawire.serving.bodies import read_body
 from deltawire.tinker.requests import (
     KINDS,
     MAX_BODY_BYTES,

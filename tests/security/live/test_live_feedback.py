@@ -21,6 +21,7 @@ from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.capture.redaction import load_redact
 from deltawire.live.feedback.client import FeedbackClient
 from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackLimits
+from deltawire.live.gateway import app as live_calls
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
 from deltawire.live.learning.records import LiveRecords, read_lineages
@@ -268,6 +269,32 @@ def test_the_webhook_takes_signed_lists_only(serve):
         assert [r.source for r in found if r.source != "detector"] == ["webhook"] * 2
 
     serve(scenario)
+
+
+def test_webhooks_without_a_valid_signature_take_no_room_from_users(serve, monkeypatch):
+    monkeypatch.setattr(live_calls, "WEBHOOKS_BYTES", 1 << 20)
+
+    async def scenario(at):
+        async with asyncio.timeout(50):
+            statuses = await asyncio.gather(
+                *(
+                    at.call("POST", "/v1/feedback/webhook", token="", data=b"x" * (400 << 10))
+                    for _ in range(8)
+                )
+            )
+        assert {status for status, *_ in statuses} <= {401, 503}
+        assert at.bodies.held == 0, "webhooks have a budget apart"
+        assert (await at.ask())[0] == 200
+
+    serve(scenario)
+
+
+def test_without_a_secret_there_is_no_webhook(serve):
+    async def scenario(at):
+        assert (await at.call("POST", "/v1/feedback/webhook", token="", data=b"[]"))[0] == 401
+        assert (await at.call("POST", "/v1/feedback/webhook", data=b"[]"))[0] == 404
+
+    serve(scenario, hook=b"")
 
 
 def test_feedback_needs_a_token(serve):

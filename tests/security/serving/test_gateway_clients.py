@@ -17,7 +17,7 @@ from fake_replica import FakeVllm
 from deltawire.errors import InputError
 from deltawire.launch.gateway import GatewayOptions, run_gateway
 from deltawire.serving import app as gateway
-from deltawire.serving import replica_set
+from deltawire.serving import bodies, replica_set
 from deltawire.serving.app import build_app, build_runner
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.serving.vllm import VllmReplica
@@ -41,8 +41,9 @@ def bucket():
 class Gateway:
     """The gateway on a real socket, as ``deltawire gateway`` runs it."""
 
-    def __init__(self, client, port, fake, replicas):
+    def __init__(self, client, port, fake, replicas, bodies):
         self.client, self.port, self.fake, self.replicas = client, port, fake, replicas
+        self.bodies = bodies
 
     def url(self, path):
         return f"http://127.0.0.1:{self.port}{path}"
@@ -71,7 +72,7 @@ async def serving(bucket, monkeypatch):
             async with asyncio.timeout(120):
                 while not replicas.ready:
                     await asyncio.sleep(0.01)
-            yield Gateway(client, runner.addresses[0][1], fake, replicas)
+            yield Gateway(client, runner.addresses[0][1], fake, replicas, app[bodies.BODIES])
         finally:
             await runner.cleanup()
             await fake.server.close()
@@ -108,7 +109,7 @@ def test_a_connection_that_sends_nothing_more_is_closed(bucket, monkeypatch, sen
 
 
 def test_a_body_that_does_not_come_ends_its_request(bucket, monkeypatch):
-    monkeypatch.setattr(gateway, "BODY_WITHIN_S", 0.3)
+    monkeypatch.setattr(bodies, "BODY_WITHIN_S", 0.3)
 
     async def scenario():
         async with serving(bucket, monkeypatch) as at:
@@ -119,6 +120,58 @@ def test_a_body_that_does_not_come_ends_its_request(bucket, monkeypatch):
             answer = await closed_after(at.port, head.encode())
             assert answer.startswith(b"HTTP/1.1 408")
             assert not at.fake.started.is_set()
+
+    asyncio.run(scenario())
+
+
+async def pouring(port, count, token, *, whole=1 << 20):
+    """Connections that sent ``count`` bytes each of a body and nothing more; the first bytes of
+    their answers, empty for those that the gateway waits for."""
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
+        f"Content-Length: {whole}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + b"x" * count)
+    return reader, writer
+
+
+def test_bodies_of_all_connections_share_a_budget(bucket, monkeypatch):
+    monkeypatch.setattr(gateway, "BODIES_BYTES", 1 << 20)
+
+    async def scenario():
+        async with serving(bucket, monkeypatch) as at, asyncio.timeout(50):
+            for _ in range(8):  # Without a token a body is not read at all.
+                reader, writer = await pouring(at.port, 1 << 16, "wrong")
+                assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+                writer.close()
+            assert at.bodies.held == 0
+            clients = [await pouring(at.port, 300 << 10, TOKEN) for _ in range(3)]
+            while at.bodies.held < 900 << 10:
+                await asyncio.sleep(0.01)
+            clients.append(await pouring(at.port, 300 << 10, TOKEN))
+            assert (await clients[-1][0].readline()).startswith(b"HTTP/1.1 503")
+            for _, writer in clients:
+                writer.close()
+            while at.bodies.held:
+                await asyncio.sleep(0.01)
+            body = {"model": "m", "prompt": "x" * (300 << 10)}
+            assert (await at.call("POST", "/v1/completions", TOKEN, json=body))[0] == 200
+            assert at.bodies.held == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_bodys_values_count_as_what_they_become(bucket, monkeypatch):
+    monkeypatch.setattr(gateway, "BODIES_BYTES", 8 << 20)
+
+    async def scenario():
+        async with serving(bucket, monkeypatch) as at:
+            body = b'{"prompt": [%s]}' % b",".join([b"{}"] * 100_000)
+            status, text = await at.call("POST", "/v1/completions", TOKEN, data=body)
+            assert status == 400
+            assert "too much memory" in text
+            assert at.bodies.held == 0
 
     asyncio.run(scenario())
 

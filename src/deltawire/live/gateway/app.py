@@ -4,7 +4,7 @@
 
     POST /v1/chat/completions, /v1/completions   sampling   an answer with a receipt
     POST /v1/feedback                            sampling   one report about a receipt
-    POST /v1/feedback/webhook                    signed     up to `MAX_REPORTS` reports
+    POST /v1/feedback/webhook                    signature  up to `MAX_REPORTS` reports
     GET  /live/state                             admin      counters and rates
 
 All other calls are those of `deltawire.serving.app`. A whole answer carries its receipt in the
@@ -39,6 +39,7 @@ from deltawire.live.gateway.requests import read_asked
 from deltawire.live.gateway.routing import ArmRouter
 from deltawire.live.gateway.shadow import RequestCopy, ShadowCopies, facts_of
 from deltawire.serving.app import (
+    ANSWER,
     KEY,
     MODEL,
     REPLICAS,
@@ -50,11 +51,13 @@ from deltawire.serving.app import (
     call_replica,
     error_answer,
     json_answer,
-    read_body,
+    needs,
+    path_of,
     session_of,
     to_replica,
     with_model,
 )
+from deltawire.serving.bodies import BodyBudget, read_body
 from deltawire.serving.replica_set import TrackedReplica
 from deltawire.wire.captures import FAILED
 
@@ -66,11 +69,14 @@ SIGNATURE_HEADER = "x-deltawire-signature"
 WEBHOOK = "/v1/feedback/webhook"
 MAX_REPORTS = 1000
 MAX_WEBHOOK_BYTES = 8 << 20
+WEBHOOKS_BYTES = 32 << 20
+"""The budget of webhooks, apart from that of clients with a token: a body is read before its
+signature can be checked."""
 MAX_ANSWER_BYTES = 64 << 20
 AT_ONCE = 16 << 10
+"""A smaller piece goes into the empty buffer of a connection without waiting."""
 SERVER_ERROR = 500
 """Statuses from this on are the replica's failures; lower ones answer what the client asked."""
-"""A smaller piece goes into the empty buffer of a connection without waiting."""
 
 _FINAL = re.compile(rb'"finish_reason"\s*:\s*"|"choices"\s*:\s*\[\s*\]')
 
@@ -94,12 +100,11 @@ class LiveCalls:
         self._copies: ShadowCopies | None = None
         self._defaults = defaults
         self._secret = webhook_secret
+        self._webhooks = BodyBudget(WEBHOOKS_BYTES)
 
     def add_to(self, app: web.Application) -> None:
         """Adds the calls to an application of `deltawire.serving.app.build_app`."""
-        for prefix in ("", "/inference"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
-            app.router.add_post(f"{prefix}/v1/completions", self._complete)
+        app[ANSWER] = self._answer
         app.router.add_post("/v1/feedback", self._feedback)
         if self._secret:
             app.router.add_post(WEBHOOK, self._webhook)
@@ -120,20 +125,11 @@ class LiveCalls:
 
         app.cleanup_ctx.append(life)
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, chat=True)
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, chat=False)
-
-    async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = with_model(await read_body(request), request.app[MODEL])
+        chat = path_of(request).endswith("/chat/completions")
         asked = read_asked(body, chat=chat, defaults=self._defaults)
         session = session_of(request)
-        if asked is None:  # The replica explains better what is wrong with it.
-            return await to_replica(
-                request, body, _LiveExchange(None, self._recorder), session=session
-            )
         headers = request.headers
         served = self._recorder.served(
             asked,
@@ -165,19 +161,19 @@ class LiveCalls:
         if copies is None or not copies.copying or facts is None or not served.capture:
             return
         if served.asked.body.get("n") in (None, 1):
-            path = request.path.removeprefix("/inference")
-            copies.offer(RequestCopy(path, body, served.user, facts))
+            copies.offer(RequestCopy(path_of(request), body, served.user, facts))
 
     async def _feedback(self, request: web.Request) -> web.StreamResponse:
-        body = await _bounded(request, MAX_BODY_BYTES)
+        body = await read_body(request, limit=MAX_BODY_BYTES)
         user = self._recorder.pseudonyms.user(request.headers.get(USER_HEADER, ""))
         try:
             return _taken(await self._recorder.intake.take(body, user=user))
         except UnknownReceiptError as error:
             return error_answer(404, error)
 
+    @needs("signature")
     async def _webhook(self, request: web.Request) -> web.StreamResponse:
-        body = await _bounded(request, MAX_WEBHOOK_BYTES)
+        body = await read_body(request, limit=MAX_WEBHOOK_BYTES, budget=self._webhooks)
         given = request.headers.get(SIGNATURE_HEADER, "").removeprefix("sha256=").encode()
         wanted = hmac.new(self._secret, body, "sha256").hexdigest().encode()
         if not hmac.compare_digest(given, wanted):
@@ -199,6 +195,7 @@ class LiveCalls:
             results.append({"status": taken.status, **taken.body})
         return web.json_response({"results": results})
 
+    @needs("admin")
     async def _state(self, request: web.Request) -> web.StreamResponse:
         del request
         return json_answer(self._recorder.state())
@@ -207,7 +204,7 @@ class LiveCalls:
 class _LiveExchange:
     """Sends a request to a replica, and its answer with a receipt to the client."""
 
-    def __init__(self, served: ServedRequest | None, recorder: Recorder) -> None:
+    def __init__(self, served: ServedRequest, recorder: Recorder) -> None:
         self._served = served
         self._recorder = recorder
         self._began = time.monotonic()
@@ -244,14 +241,12 @@ class _LiveExchange:
 
     async def _failed(self, reason: str) -> None:
         self.facts = AnswerFacts(finish=FAILED, first_s=time.monotonic() - self._began)
-        if self._served is not None:
-            await self._recorder.failed(self._served, reason)
+        await self._recorder.failed(self._served, reason)
 
     def _reader(self) -> AnswerReader | None:
-        return AnswerReader() if self._served is not None and self._served.capture else None
+        return AnswerReader() if self._served.capture else None
 
     async def _receipts(self, reader: AnswerReader | None) -> list[str]:
-        assert self._served is not None
         if reader is not None:
             self.facts = facts_of(reader, self._first_s)
         return await self._recorder.finish(
@@ -269,7 +264,7 @@ class _LiveExchange:
         self._first_s = time.monotonic() - self._began
         if upstream.status >= SERVER_ERROR:
             await self._failed(f"status {upstream.status}")
-        if self._served is None or upstream.status != 200:
+        if upstream.status != 200:
             return web.Response(status=upstream.status, body=data, headers=headers)
         reader = self._reader()
         if reader is not None and (body := _object_of(data)) is not None:
@@ -312,7 +307,7 @@ class _LiveExchange:
                 await _write(request, answer, b"".join(out))
         if not ended or splitter.rest.strip():
             raise aiohttp.ClientPayloadError("the stream ended early")
-        if held and self._served is not None:
+        if held:
             held[-1] = _with_receipts(held[-1], await self._receipts(reader))
         await _write(request, answer, b"".join(b"data: %s\n\n" % one for one in [*held, DONE]))
         await answer.write_eof()
@@ -323,7 +318,6 @@ class _LiveExchange:
         if body is None:
             return data, False
         reader.read(body)
-        assert self._served is not None
         asked = self._served.asked
         rows = body.get("choices") or ()
         final = not rows or any(row.get("finish_reason") for row in rows)
@@ -370,19 +364,6 @@ def _with_receipts(data: bytes, receipts: list[str]) -> bytes:
         member["receipts"] = receipts
     comma = b"" if whole[:-1].rstrip().endswith(b"{") else b","
     return whole[:-1] + comma + b'"deltawire":' + msgspec.json.encode(member) + b"}"
-
-
-async def _bounded(request: web.Request, limit: int) -> bytes:
-    """Returns a body of at most ``limit`` bytes, without reading more of it."""
-    if (request.content_length or 0) > limit:
-        raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
-    data = bytearray()
-    async with asyncio.timeout(WRITE_WITHIN_S):
-        async for piece in request.content.iter_any():
-            data += piece
-            if len(data) > limit:
-                raise web.HTTPRequestEntityTooLarge(limit, len(data))
-    return bytes(data)
 
 
 def _taken(taken: Taken) -> web.Response:

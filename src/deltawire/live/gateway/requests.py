@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from deltawire.chat.requests import RequestDefaults
+from deltawire.errors import InputError
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0, 0.0),
@@ -65,14 +66,17 @@ class AskedAnswer:
         return msgspec.json.encode(self.body)
 
 
-def read_asked(data: bytes, *, chat: bool, defaults: RequestDefaults) -> AskedAnswer | None:
-    """Reads a request; None if it is not a JSON object, which the replica explains better."""
+def read_asked(data: bytes, *, chat: bool, defaults: RequestDefaults) -> AskedAnswer:
+    """Reads a request; raises `InputError` for a body that is not a JSON object, also one that a
+    replica's more tolerant parser would take: its answer would have no receipt."""
     try:
         body = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"the request is no JSON: {error}"[:300], hint="numbers are finite, text is UTF-8"
+        ) from error
     if not isinstance(body, dict):
-        return None
+        raise InputError("the request is not a JSON object")
     truncated = any(body.get(name) not in fine for name, fine in _NEUTRAL.items())
     for name, value in defaults.sampling().items():
         own = body.get(name)
