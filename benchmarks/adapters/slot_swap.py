@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.runner import ROOT
 from benchmarks.training.keys import Measured, Options
 from deltawire.codec import Bits
-from deltawire.engines.vllm.server import vllm_python
+from deltawire.engines.vllm.environment import vllm_python
 from deltawire.errors import BugError
 from deltawire.store import open_bucket
 from deltawire.sync import open_publisher, read_safetensors

@@ -24,7 +24,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from deltawire.codec import Digest
 from deltawire.engines.base import Completion, Sampling, Truncation
-from deltawire.engines.vllm import remote, server
+from deltawire.engines.vllm import environment, remote, server
 from deltawire.engines.vllm.opening import logprobs_mode
 from deltawire.engines.vllm.remote import EngineClient, RemoteSampler, RemoteWeights
 from deltawire.engines.vllm.routed_experts import experts_of
@@ -502,7 +502,7 @@ def test_a_server_that_does_not_start_shows_the_end_of_its_log(
         "echo this machine has no such kernel >&2\nexit 9\n"
     )
     python.chmod(0o755)
-    monkeypatch.setenv(server.PYTHON, str(python))
+    monkeypatch.setenv(environment.PYTHON, str(python))
     started = server.VllmServer(tmp_path, "memory:///", **SLOTS)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="no such kernel"):
         started.wait_until_up(stopping=lambda: False)
@@ -514,14 +514,14 @@ def test_a_server_that_does_not_start_shows_the_end_of_its_log(
 def test_without_an_environment_for_vllm_the_error_names_the_way_to_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(server.PYTHON, str(tmp_path / "python"))
+    monkeypatch.setenv(environment.PYTHON, str(tmp_path / "python"))
     with pytest.raises(DeltawireError, match="make engines"):
-        server.vllm_python()
-    monkeypatch.delenv(server.PYTHON)
-    monkeypatch.setattr(server.sys, "prefix", str(tmp_path / ".venv"))
+        environment.vllm_python()
+    monkeypatch.delenv(environment.PYTHON)
+    monkeypatch.setattr(environment.sys, "prefix", str(tmp_path / ".venv"))
     with pytest.raises(DeltawireError, match="make engines"):
-        server.vllm_python()
+        environment.vllm_python()
     sibling = tmp_path / ".venv-vllm" / "bin" / "python"
     sibling.parent.mkdir(parents=True)
     sibling.symlink_to(sys.executable)
-    assert server.vllm_python() == str(sibling)
+    assert environment.vllm_python() == str(sibling)

@@ -8,8 +8,8 @@ from typing import Any
 from deltawire.engines.base import EVERYTHING, EngineRequest, OpenEngine, Truncation
 from deltawire.engines.cache_size import token_bytes
 from deltawire.engines.vllm.adapter_names import slot_flags
+from deltawire.engines.vllm.environment import vllm_python
 from deltawire.engines.vllm.routed_experts import experts_of
-from deltawire.engines.vllm.server import vllm_python
 from deltawire.errors import InputError
 from deltawire.store.retrying import RetryingBucket
 from deltawire.wire.roles import pin_of

@@ -7,7 +7,6 @@ or to race for, and other users cannot make the calls that vLLM does not protect
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shlex
@@ -19,41 +18,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from deltawire.engines.vllm.environment import vllm_python
 from deltawire.engines.vllm.remote import EngineClient
 from deltawire.engines.vllm.routed_experts import FLAG
 from deltawire.errors import InputError, ResyncError
 from deltawire.runtime.guard import guarded
 
-PYTHON = "DELTAWIRE_VLLM_PYTHON"
 ARGUMENTS = "DELTAWIRE_VLLM_ARGS"
 START_WITHIN_S = 600.0
 STOP_WITHIN_S = 20.0
 TAIL_BYTES = 2000
 MAX_LOG_BYTES = 1 << 20
-HINT = (
-    f"run make engines to build the environment, or set {PYTHON} to a Python that has vllm and "
-    "deltawire"
-)
-
-
-def vllm_python() -> str:
-    """Returns the Python that runs vLLM: the one that the environment variable `PYTHON` names, this
-    one if it has vLLM, or that of a ``.venv-vllm`` in the same folder as this environment.
-
-    A run's configuration cannot name it, because the configuration comes from a bucket. Raises
-    `InputError` if there is none.
-    """
-    if named := os.environ.get(PYTHON, ""):
-        if not os.access(named, os.X_OK):
-            raise InputError(f"{PYTHON} is {named}, which cannot be run", hint=HINT)
-        return named
-    spec = importlib.util.find_spec("vllm")
-    if spec is not None and spec.origin is not None:  # The folder's name is not enough.
-        return sys.executable
-    neighbour = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
-    if not os.access(neighbour, os.X_OK):
-        raise InputError("there is no environment with vLLM", hint=HINT)
-    return str(neighbour)
 
 
 class VllmServer:

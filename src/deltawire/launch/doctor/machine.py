@@ -232,7 +232,7 @@ def _sandbox() -> Finding:
 
 
 def _vllm() -> Finding:
-    from deltawire.engines.vllm.server import vllm_python
+    from deltawire.engines.vllm.environment import vllm_python
 
     try:
         python = vllm_python()
