@@ -11,7 +11,7 @@ import msgspec
 
 from deltawire.dashboard.wording import byte_size
 from deltawire.display import safe_json
-from deltawire.errors import InputError
+from deltawire.errors import InputError, RetryError
 from deltawire.launch.progress import Bars, bars
 from deltawire.store import Bucket, MeteredBucket, open_bucket
 from deltawire.sync.huggingface.checkpoint_dir import Checkpoint, read_checkpoint
@@ -28,6 +28,8 @@ from deltawire.sync.publish.safetensors_files import CheckpointDirError
 from deltawire.wire.seal import Signer
 
 POLL_S = 0.5
+LONGEST_PAUSE_S = 30.0
+"""The longest pause between two attempts while the store does not answer."""
 
 
 class PublishedDirectory(msgspec.Struct, frozen=True):
@@ -72,7 +74,8 @@ def publish_directories(
 ) -> None:
     """Publishes each directory that is not a version yet, then those that the watcher finds.
 
-    With ``idle_s``, watching ends after this many seconds without a new directory.
+    With ``idle_s``, watching ends after this many seconds without a new directory. A watcher waits
+    while the store does not answer, however long that takes.
     """
     if watcher is None and not paths:
         raise InputError("nothing to publish", hint="name directories, or a folder to --watch")
@@ -161,7 +164,7 @@ class _Session:
         while True:
             for path in watcher.ready():
                 try:
-                    self.publish(path, in_name_order=True)
+                    self._publish_patiently(path)
                 except CheckpointDirError as error:  # Trainers also remove old checkpoints.
                     self._bar.log(f"{checkpoint_name(path)} is skipped: {error}")
                     continue
@@ -178,6 +181,22 @@ class _Session:
             if idle_s and time.monotonic() - last > idle_s:
                 return
             time.sleep(POLL_S)
+
+    def _publish_patiently(self, path: Path) -> None:
+        """Publishes a directory, as often as it takes: a trainer goes on through an outage too.
+
+        What the store did of an attempt without an answer is found out by the next one.
+        """
+        pause_s = POLL_S
+        while True:
+            try:
+                self.publish(path, in_name_order=True)
+                return
+            except RetryError as error:
+                if pause_s == POLL_S:
+                    self._bar.log(f"{checkpoint_name(path)} waits for the store: {error}")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _report(self, outcome: DirectoryResult, checkpoint: Checkpoint, seconds: float) -> None:
         stats = outcome.stats

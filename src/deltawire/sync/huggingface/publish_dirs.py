@@ -126,8 +126,10 @@ class CheckpointPublisher:
         self._stats: list[CommitStats] = []
         self._anchors: list[AnchorStats] = []
         self._digests: dict[Path, tuple[Fingerprint, Digest]] = {}
-        key = signer.public_key if signer else public_key
-        self.run: Run | None = read_run(self.bucket, public_key=key)
+        self._public_key = signer.public_key if signer else public_key
+        self._opening = False
+        """An attempt to open the publisher failed; it may have started the run."""
+        self.run: Run | None = read_run(self.bucket, public_key=self._public_key)
         if self.run is not None and self.run.public_key and signer is None and not dry_run:
             raise InputError("the run is signed", hint="pass its private key", run=bucket.url)
         self._index: IdentityIndex | None = None
@@ -258,6 +260,11 @@ class CheckpointPublisher:
     def _settle(self) -> None:
         """Counts this publisher's versions that were committed although their call failed."""
         publisher = self._publisher
+        if self._opening:
+            self.run = read_run(self.bucket, public_key=self._public_key)
+            if self.run is not None:
+                self._index = IdentityIndex(self.bucket, self.run, signer=self._signer)
+            self._opening = False
         if publisher is None or self.run is None:
             return
         publisher.settle()
@@ -278,7 +285,9 @@ class CheckpointPublisher:
         put_files(self.bucket, checkpoint.files)
         publisher = self._publisher
         if publisher is None:
+            self._opening = True
             publisher = self._publisher = self._open(checkpoint, files, metadata)
+            self._opening = False
         assert self.run is not None
         if not self._stats:
             if publisher.version != self._newest:
