@@ -4,7 +4,9 @@ One poll requests the next manifest by name. Now and then (`polls_between_listin
 the next manifest exists but cannot be read, the poller lists the manifests to find a newer version
 that can be reached without it. A reader ignores a manifest that is damaged or not signed by the
 run's key: the poller keeps it as its ``alarm`` and reads it again after increasing pauses, because
-the damage may be in the store's response and not in the object.
+the damage may be in the store's response and not in the object. A listing that shows nothing newer
+is also the occasion to look at the version held: one that was lost, damaged or replaced is an alarm
+too, since nobody else could load what this reader goes on serving.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from functools import partial
 
 from deltawire.errors import CorruptError, ResyncError
 from deltawire.store import Bucket, ObjectMeta
+from deltawire.sync.chain.evidence import Absent, Unknown, evidence_of
 from deltawire.sync.chain.objects import (
     committed_objects,
     late_version,
@@ -100,12 +103,15 @@ class VersionPoller:
         self._progress_at = clock()
         self._rejected: dict[int, _Rejected] = {}
         self._run_meta: ObjectMeta | None = None
+        self._held: Manifest | None = None
+        self._held_alarm: CorruptError | None = None
 
     @property
     def alarm(self) -> CorruptError | None:
-        """The error of the newest listed version that could not be read, None if all could."""
+        """The error of the newest listed version that could not be read, or what became of the
+        version held; None if all is well."""
         newest = max(self._rejected, default=None)
-        return None if newest is None else self._rejected[newest].error
+        return self._held_alarm if newest is None else self._rejected[newest].error
 
     @property
     def pause_s(self) -> float:
@@ -232,7 +238,18 @@ class VersionPoller:
                     key=keys.RUN,
                 )
             self._run_meta = meta
-        if not self.bucket.exists(keys.manifest(held)):
+        self._held_alarm = self._check_held(held)
+
+    def _check_held(self, held: int) -> CorruptError | None:
+        """Returns why nobody else could load the version held now, None if they could.
+
+        Raises `CorruptError` if no version as new is left.
+        """
+        key = keys.manifest(held)
+        found = evidence_of(self.bucket, key, partial(read_manifest, self.bucket, self.run, held))
+        if isinstance(found, Unknown):
+            return found.error
+        if isinstance(found, Absent):
             newest = max(committed_objects(self.bucket), default=None)
             if newest is None or newest < held:
                 there_is = "no version" if newest is None else f"version {newest} as its newest"
@@ -241,8 +258,24 @@ class VersionPoller:
                     hint="was it deleted or restored? start again to load what it holds",
                     run=self.bucket.url,
                     version=held,
-                    key=keys.manifest(held),
+                    key=key,
                 )
+            return self._lost("the manifest of the version held is missing", held)
+        before, there = self._held, found.value
+        if before is None or before.version != held:
+            self._held = there
+        elif (before.nonce, before.digest) != (there.nonce, there.digest):
+            return self._lost("the version held was replaced by another of its number", held)
+        return None
+
+    def _lost(self, message: str, held: int) -> CorruptError:
+        return CorruptError(
+            message,
+            hint="readers that start cannot load what this one serves: publish a newer version",
+            run=self.bucket.url,
+            version=held,
+            key=keys.manifest(held),
+        )
 
 
 def polls_between_listings(bucket: Bucket, held: int) -> int:

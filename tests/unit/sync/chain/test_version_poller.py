@@ -12,7 +12,7 @@ from deltawire.sync.chain.version_poller import (
     VersionPoller,
     newest_readable,
 )
-from deltawire.testing.faulty import FaultyBucket
+from deltawire.testing.faulty import FaultyBucket, half
 from deltawire.testing.tiny import start_publisher, weights
 from deltawire.wire import keys
 
@@ -145,6 +145,36 @@ def test_a_run_that_was_emptied_or_set_back_is_noticed(bucket, left):
             bucket.inner.delete(key)
     with pytest.raises(Exception, match="no run here" if left == "nothing" else "set back"):
         poll_until_it_raises(poller, 3)
+
+
+def test_a_version_that_was_lost_under_an_idle_reader_is_an_alarm(bucket):
+    """Nothing newer comes, so nothing else would tell that no reader can join any more."""
+    run = fill(bucket.inner, 3)
+    poller, key = VersionPoller(bucket, run), keys.manifest(3)
+    poll_until_it_raises(poller, 3)
+    assert poller.alarm is None
+    whole, rival = bucket.inner.get(key, limit=1 << 20), open_bucket("memory://")
+    rival.put(keys.RUN, bucket.inner.get(keys.RUN, limit=1 << 20))
+    fill(rival, 3)
+    for data, alarm in (
+        (half(whole), "not a valid manifest"),
+        (rival.get(key, limit=1 << 20), "replaced by another"),
+        (whole, None),
+    ):
+        bucket.inner.put(key, data)
+        poll_until_it_raises(poller, 3)
+        assert (poller.alarm is None) == (alarm is None)
+        assert alarm is None or alarm in str(poller.alarm)
+
+
+def test_one_bad_answer_is_neither_an_alarm_nor_a_run_set_back(bucket):
+    run = fill(bucket.inner, 3)
+    poller, key = VersionPoller(bucket, run), keys.manifest(3)
+    for answer in (half, lambda _data: None):
+        bucket.replace("get", key, answer=answer)
+        bucket.replace("head", key, answer=lambda _found: None)
+        poll_until_it_raises(poller, 3)
+        assert poller.alarm is None
 
 
 def test_one_lost_manifest_is_not_a_run_set_back(bucket):
