@@ -13,9 +13,11 @@ _WORKER = frozenset(WorkerStatus.__struct_fields__)
 
 
 def make_heartbeat(process: str, role: str = "worker", **changes: Any) -> Heartbeat:
-    """A heartbeat; members of `WorkerStatus` among ``changes`` go to its worker part."""
+    """A heartbeat; members of `WorkerStatus` among ``changes`` go to its worker part. Other roles
+    have an ``alarm`` themselves."""
     worker = {"phase": "sampling", "version": 0, "digest": ""}
-    worker |= {name: changes.pop(name) for name in list(changes) if name in _WORKER}
+    of_worker = _WORKER if role == "worker" else _WORKER - {"alarm"}
+    worker |= {name: changes.pop(name) for name in list(changes) if name in of_worker}
     fields: dict[str, Any] = {
         "process": process,
         "role": role,

@@ -399,7 +399,8 @@ def _attempt(action: Callable[[], _V | None], problems: list[str]) -> _V | None:
 
 
 def _alarms(fleet: Fleet) -> list[str]:
-    """Why workers pass over an object: each reason once, with the number of workers."""
+    """Why workers pass over an object: each reason once, with the number of workers; and what
+    other processes do not do because they cannot read an object."""
     reasons = Counter(
         beat.worker.alarm
         for name, beat in fleet.heartbeats.items()
@@ -408,6 +409,10 @@ def _alarms(fleet: Fleet) -> list[str]:
     return [
         f"{number} {'worker passes' if number == 1 else 'workers pass'} over an object: {reason}"
         for reason, number in reasons.items()
+    ] + [
+        f"{name}: {beat.alarm}"
+        for name, beat in sorted(fleet.heartbeats.items())
+        if beat.alarm and fleet.states[name] != "ended"
     ]
 
 

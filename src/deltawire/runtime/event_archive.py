@@ -5,27 +5,31 @@ stream, and a process that lives for days writes a segment a second. The trainer
 two kinds of segments: whole streams of workers that no heartbeat has named for `ARCHIVE_AFTER_S`,
 and, once there are `COMPACT_SEGMENTS` of them, the segments of a living stream that are older than
 that. The archive is stored before the segments are deleted. A reader that has read part of a stream
-continues at that position in the archive.
+continues at that position in the archive. A segment that cannot be read is neither archived nor
+deleted, nor is what follows it in its stream: it is the archiver's ``alarm``, and the next round
+asks again.
 
 Archives may be deleted by age; before that, ``retained.json`` states the first number that is kept.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count, takewhile
 from typing import get_args
 
-from deltawire.errors import CorruptError, DeltawireError
+from deltawire.errors import CorruptError, DeltawireError, InputError, UnreadableError
 from deltawire.events import Role
 from deltawire.runtime.event_cursor import number_of, segments
 from deltawire.runtime.fleet import Fleet
 from deltawire.runtime.retained import RetainedFile, read_retained
+from deltawire.runtime.signed_bucket import signing
 from deltawire.store import Bucket
+from deltawire.sync.chain.evidence import require_agreed, require_evidence
 from deltawire.wire import keys
 from deltawire.wire.event_archive import MAX_ARCHIVE_BYTES, ArchivedSegment, EventArchive
 from deltawire.wire.objects import decode_packed, encode_packed
@@ -43,6 +47,7 @@ MAX_SEGMENTS = 1024
 """The most segments in one archive, and thus requests before the thread checks whether to stop."""
 TARGET_BYTES = MAX_ARCHIVE_BYTES // 4
 READERS = 16
+SO = "its stream is not archived any further"
 
 
 class EventArchiver(threading.Thread):
@@ -51,7 +56,7 @@ class EventArchiver(threading.Thread):
 
     Supervisors' streams stay: they are short, and views read them whole. Archives that were stored
     more than ``keep_days`` ago are deleted; 0 keeps all. Raises no errors: the next round repeats a
-    failed attempt.
+    failed attempt. ``alarm`` says what could not be read in the last one; empty if all could.
 
     Example::
 
@@ -71,6 +76,7 @@ class EventArchiver(threading.Thread):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name="event-archiver", daemon=True)
+        self.alarm = ""
         self._bucket = bucket
         self._fleet = Fleet(bucket, silence_s=after_s)
         self._after_s = after_s
@@ -81,20 +87,31 @@ class EventArchiver(threading.Thread):
         self._gone_at: dict[str, float] = {}
         self._compact_at = float("-inf")
         self._next: int | None = None
+        self._unread: list[UnreadableError] = []
+        """The segments that this round could not read."""
         self._closed = threading.Event()
 
     def run(self) -> None:
         """Archives every `EVERY_S` until `close`."""
         while not self._closed.wait(EVERY_S):
-            with contextlib.suppress(DeltawireError):
-                self.archive()
+            self.round()
+
+    def round(self) -> None:
+        """Archives what is due, and notes in ``alarm`` what prevented it."""
+        try:
+            self.archive()
+        except (UnreadableError, InputError) as error:
+            self.alarm = str(error)
+        except DeltawireError:
+            pass  # The store does not answer, which shows elsewhere.
 
     def archive(self) -> int:
-        """Archives what is due; returns the number of streams that were archived whole.
+        """Archives what is due; returns the number of streams that were due as a whole.
 
-        Raises `RetryError`.
+        Raises `UnreadableError` if the floors cannot be read, and `RetryError`.
         """
         now = self._clock()
+        self._unread.clear()
         self._fleet.poll()
         streams = {name for name in self._bucket.list_prefixes(keys.EVENTS) if _is_archived(name)}
         gone = {name for name in streams - self._fleet.streams if not _is_fixed(name)}
@@ -105,6 +122,7 @@ class EventArchiver(threading.Thread):
             self._store_all((s, self._old_numbers(s)) for s in sorted(streams - gone))
             self._delete_old()
             self._compact_at = now + COMPACT_EVERY_S
+        self.alarm = str(self._unread[0]) if self._unread else ""
         return len(due)
 
     def close(self) -> None:
@@ -137,37 +155,64 @@ class EventArchiver(threading.Thread):
         size = 0
         with ThreadPoolExecutor(READERS, "event-archiver") as readers:
             for stream, numbers in streams:
-                for start in range(0, len(numbers), READERS):
+                for segment in self._read_all(stream, numbers, readers):
                     if self._closed.is_set():
                         return
-                    keyed = [(stream, number) for number in numbers[start : start + READERS]]
-                    for segment in filter(None, readers.map(self._read, keyed)):
-                        bytes_then = size + len(segment.data)
-                        if batch and (len(batch) >= MAX_SEGMENTS or bytes_then > TARGET_BYTES):
-                            self._store(batch, readers)
-                            batch, size = [], 0
-                        batch.append(segment)
-                        size += len(segment.data)
+                    bytes_then = size + len(segment.data)
+                    if batch and (len(batch) >= MAX_SEGMENTS or bytes_then > TARGET_BYTES):
+                        self._store(batch, readers)
+                        batch, size = [], 0
+                    batch.append(segment)
+                    size += len(segment.data)
             if batch:
                 self._store(batch, readers)
 
-    def _read(self, named: tuple[str, int]) -> ArchivedSegment | None:
-        """Reads a segment, None if it is gone; returns no bytes for one that exceeds the limit."""
+    def _read_all(
+        self, stream: str, numbers: Sequence[int], readers: ThreadPoolExecutor
+    ) -> Iterator[ArchivedSegment]:
+        """Reads segments of a stream in order, up to the first that cannot be read: readers never
+        come back to one that is archived after later ones."""
+        for start in range(0, len(numbers), READERS):
+            named = [(stream, number) for number in numbers[start : start + READERS]]
+            for found in readers.map(self._read, named):
+                if isinstance(found, UnreadableError):
+                    self._unread.append(found)
+                    return
+                if found is not None:
+                    yield found
+
+    def _read(self, named: tuple[str, int]) -> ArchivedSegment | UnreadableError | None:
+        """Reads a segment, None if it is gone. Of one that exceeds the limit, which no reader
+        takes, it returns no bytes."""
+        key = keys.events(*named)
         try:
-            data = self._bucket.get(keys.events(*named), limit=TARGET_BYTES)
-        except CorruptError:
+            if self._is_signed:
+                read = partial(self._bucket.get, key, limit=TARGET_BYTES)
+                data = require_evidence(self._bucket, key, read, so=SO)
+            else:
+                data = require_agreed(self._bucket, key, limit=TARGET_BYTES, so=SO)
+        except UnreadableError as error:
+            if (self._bucket.size(key) or 0) <= TARGET_BYTES:
+                return error
             data = b""
         return None if data is None else ArchivedSegment(*named, data)
+
+    @property
+    def _is_signed(self) -> bool:
+        """Whether reading a segment checks its bytes."""
+        layer = signing(self._bucket)
+        return layer is not None and layer.trust is not None
 
     def _store(self, batch: Sequence[ArchivedSegment], deleters: ThreadPoolExecutor) -> None:
         data = encode_packed(EventArchive(segments=list(batch)))
         if self._next is None:
-            self._next = next_archive(self._bucket)
+            floor = self._floors.read().archives
+            self._next = floor + len(_without_gaps(_archives(self._bucket), floor))
         while True:
             created = self._bucket.create(keys.archive(self._next), data)
             self._next += 1
             # No reader reads below the floor, which another trainer may have raised meanwhile.
-            if created and self._next > (floor := read_retained(self._bucket).archives):
+            if created and self._next > (floor := self._floors.read().archives):
                 break
             if created:
                 self._next = max(self._next, floor)
@@ -178,7 +223,7 @@ class EventArchiver(threading.Thread):
         """Deletes archives that are too old, by the store's clock, once the floor is above them."""
         if not self._keep_s:
             return
-        floor, listed = read_retained(self._bucket).archives, _archives(self._bucket)
+        floor, listed = self._floors.read().archives, _archives(self._bucket)
         stored = _without_gaps(listed, floor)
         if stored:
             latest = max(listed[number] for number in stored)
@@ -216,12 +261,6 @@ def _without_gaps(numbers: Container[int], floor: int) -> list[int]:
     return list(takewhile(lambda number: number in numbers, count(floor)))
 
 
-def next_archive(bucket: Bucket) -> int:
-    """Returns the number that the next archive gets: the first free one from the floor on."""
-    floor = read_retained(bucket).archives
-    return floor + len(_without_gaps(_archives(bucket), floor))
-
-
 def read_archive(bucket: Bucket, number: int) -> list[ArchivedSegment] | None:
     """Returns the segments of one archive, None if it does not exist; none for a damaged one."""
     key = keys.archive(number)
@@ -231,7 +270,7 @@ def read_archive(bucket: Bucket, number: int) -> list[ArchivedSegment] | None:
             return None
         return decode_packed(data, EventArchive, run=bucket.url, key=key).segments
     except CorruptError:
-        return []
+        return []  # A view shows the other archives; nothing is deleted for it.
 
 
 def archived_segments(bucket: Bucket) -> Iterator[ArchivedSegment]:

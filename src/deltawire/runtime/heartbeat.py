@@ -37,7 +37,7 @@ from deltawire.store import Bucket, open_bucket
 from deltawire.store.retrying import RetryingBucket
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json, encode_json
-from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat, WorkerStatus
+from deltawire.wire.status import MAX_ALARM, MAX_STATUS_BYTES, Heartbeat, WorkerStatus
 
 HEARTBEAT_S = 2.0
 SLOWDOWN = 20.0
@@ -60,7 +60,7 @@ class HeartbeatWriter:
     """Writes the heartbeats of one process from a thread, and holds the lease of its name.
 
     Until `start`, progress is recorded nowhere and the lease is not held. ``worker`` supplies the
-    part of the heartbeat that only workers have.
+    part of the heartbeat that only workers have, ``alarm`` what could not be read.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class HeartbeatWriter:
         self.faults = FaultsConfig()
         self.lease = Lease(RetryingBucket(bucket), name, nonce)
         self.worker: Callable[[], WorkerStatus | None] = lambda: None
+        self.alarm: Callable[[], str] = lambda: ""
         self.predecessor: Heartbeat | None = None
         """The last heartbeat of the process that had the name before, once started."""
         self._bucket = bucket
@@ -182,6 +183,7 @@ class HeartbeatWriter:
             ended=ended,
             finished=self._finished,
             worker=self.worker(),
+            alarm=self.alarm()[:MAX_ALARM],
         )
         bucket.put(keys.heartbeat(self._name), encode_json(heartbeat))
         self._number += 1

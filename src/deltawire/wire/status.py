@@ -124,7 +124,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     long its current activity ``doing`` may take. ``nonce`` differs between processes that use the
     same name one after another, and ``lease`` counts those processes. ``ended`` marks the last
     heartbeat of a process that ended normally. ``finished`` counts the pieces of work that it
-    completed: versions, groups or evaluations.
+    completed: versions, groups or evaluations. ``alarm`` says what the process could not read and
+    therefore does not do; empty if all could be read.
     """
 
     format: int = FORMAT
@@ -144,6 +145,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     ended: bool = False
     finished: Index = 0
     worker: WorkerStatus | None = None
+    alarm: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
 
     @property
     def stalled(self) -> bool:

@@ -317,9 +317,11 @@ def test_a_manifest_that_readers_pass_over_is_a_problem(bucket) -> None:
     put_heartbeat(bucket, "w1", at=NOW, alarm="version 4 is junk")
     put_heartbeat(bucket, "w2", at=NOW, alarm="version 4 is junk")
     put_heartbeat(bucket, "w3", at=NOW, alarm="version 3 is junk", ended=True)
+    put_heartbeat(bucket, "trainer", "trainer", at=NOW, alarm="retained.json cannot be read")
     found = watch.poll()
     assert found.version is None, "no version can be read"
-    assert len(found.problems) == 2
+    assert len(found.problems) == 3
+    assert found.problems[2] == "trainer: retained.json cannot be read"
     assert keys.manifest(9_999_999_999) in found.problems[0]
     assert found.problems[1] == "2 workers pass over an object: version 4 is junk"
     assert "2 workers pass over" in shown(found, width=200)

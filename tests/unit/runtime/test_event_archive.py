@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from heartbeats import put_heartbeat
 
+from deltawire.errors import SignatureError
 from deltawire.events import Evaluated, encode_lines
 from deltawire.rl.evaluate.evaluator import evaluated_versions
 from deltawire.runtime import event_archive
@@ -22,6 +23,7 @@ from deltawire.runtime.retained import RetainedFile, read_retained
 from deltawire.store import open_bucket
 from deltawire.store.bucket import ObjectMeta
 from deltawire.store.delegating import DelegatingBucket
+from deltawire.testing.faulty import FaultyBucket, half
 from deltawire.wire import keys
 
 DAY_S = 86400.0
@@ -42,6 +44,10 @@ class AgingBucket(DelegatingBucket):
         if verb in ("put", "create"):
             self.stored_at.setdefault(key, self.now)
         return operation()
+
+    @property
+    def poll_s(self):
+        return 0.0
 
     def list_objects(self, prefix, *, after=None):
         epoch = datetime(2026, 1, 1, tzinfo=UTC)
@@ -219,3 +225,79 @@ def test_an_evaluator_finds_what_it_measured_in_archives_too(bucket):
     assert bucket.list(keys.ARCHIVE)
     process = Process(bucket, "evaluator", "evaluator", supervised=False)
     assert evaluated_versions(process) == {*range(SEGMENTS + 1)}
+
+
+def test_a_segment_that_cannot_be_read_is_not_archived_and_raises_an_alarm(bucket):
+    """Its answer did not match its signature: it was once archived as empty, and deleted."""
+    put_heartbeat(bucket, "w0")
+    for stream in ("trainer-n", "w0-n"):
+        write(bucket, stream, range(SEGMENTS))
+    bucket.now += 1000.0
+    for stream in ("trainer-n", "w0-n"):
+        write(bucket, stream, [SEGMENTS])
+    faulty = FaultyBucket(bucket)
+    get, damaged = faulty.get, keys.events("trainer-n", 5)
+
+    def refuse(key, *, limit):
+        if key == damaged:
+            raise SignatureError("not signed", key=key)
+        return get(key, limit=limit)
+
+    faulty.get = refuse
+    archiver = archiver_of(bucket)
+    archiver._bucket = faulty
+    archiver.archive()
+    assert damaged in archiver.alarm
+    # What comes before it in its stream is archived, and all of the other stream.
+    assert bucket.list(f"{keys.EVENTS}trainer-n/")[0] == damaged
+    archived = {(one.stream, one.number) for one in archived_segments(bucket)}
+    assert archived >= {("trainer-n", number) for number in range(5)}
+    assert ("trainer-n", 5) not in archived
+    assert ("w0-n", 100) in archived
+    faulty.get = get
+    bucket.now += COMPACT_EVERY_S
+    archiver.archive()
+    assert archiver.alarm == ""
+    tail = EventTail(bucket, clock=lambda: bucket.now)
+    assert versions(tail) == [*range(SEGMENTS + 1)]
+
+
+def test_one_damaged_answer_to_a_segment_is_asked_for_again(bucket):
+    write(bucket, "trainer-n", range(SEGMENTS))
+    bucket.now += 1000.0
+    write(bucket, "trainer-n", [SEGMENTS])
+    faulty = FaultyBucket(bucket)
+    faulty.fail("get", keys.events("trainer-n", 5), error=lambda *_: SignatureError("not signed"))
+    archiver = archiver_of(bucket)
+    archiver._bucket = faulty
+    archiver.archive()
+    assert archiver.alarm == ""
+    tail = EventTail(bucket, clock=lambda: bucket.now)
+    assert versions(tail) == [*range(SEGMENTS + 1)]
+
+
+def test_a_segment_that_is_too_large_is_archived_empty(bucket, monkeypatch):
+    """No reader takes it, and the store says twice how large it is."""
+    monkeypatch.setattr(event_archive, "TARGET_BYTES", 1000)
+    write(bucket, "trainer-n", range(SEGMENTS))
+    bucket.put(keys.events("trainer-n", 5), b"x" * 1001)
+    bucket.now += 1000.0
+    write(bucket, "trainer-n", [SEGMENTS])
+    archiver = archiver_of(bucket)
+    archiver.archive()
+    assert archiver.alarm == ""
+    assert not bucket.exists(keys.events("trainer-n", 5))
+
+
+def test_floors_that_cannot_be_read_stop_the_archiver(bucket):
+    archive_days(bucket, [0, 1, 2])
+    faulty = FaultyBucket(bucket)
+    faulty.damage(keys.RETAINED, half)
+    bucket.put(keys.RETAINED, b"{}")
+    archiver = archiver_of(bucket, keep_days=1.0)
+    archiver._bucket, archiver._floors = faulty, RetainedFile(faulty)
+    bucket.now += 10 * DAY_S
+    before = bucket.list(keys.ARCHIVE)
+    archiver.round()
+    assert keys.RETAINED in archiver.alarm
+    assert bucket.list(keys.ARCHIVE) == before

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
-from deltawire.errors import CorruptError
-from deltawire.runtime.retained import RetainedFile, read_retained
+from deltawire.runtime.retained import RetainedFile
 from deltawire.store import Bucket
 from deltawire.store.parallel import REQUESTS, in_parallel
 from deltawire.sync import committed_versions, read_manifest
+from deltawire.sync.chain.evidence import Sound
+from deltawire.sync.chain.history import evidence_of_version
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.run import Run
@@ -49,10 +51,10 @@ class RolloutRetention:
         self._clock = clock
 
     def trim(self, *, newest: int, oldest_checkpoint: int) -> int:
-        """Deletes what is not kept; returns the number of groups. Raises `RetryError`."""
+        """Deletes what is not kept; returns the number of groups. Raises `RetryError`, and
+        `UnreadableError` if the floors cannot be read."""
         floor = min(newest - self._keep, oldest_checkpoint) + 1
-        first = read_retained(self._bucket).rollouts
-        if not self._keep or floor <= max(first, 1):
+        if not self._keep or floor <= 1 or floor <= (first := self._floors.read().rollouts):
             return 0
         # The version before the old floor is repeated: its deletion may have been interrupted.
         start = max(first - 1, 1)
@@ -78,11 +80,11 @@ class RolloutRetention:
         self._bucket.delete(keys.rollout(*group))
 
     def _of(self, version: int) -> list[tuple[str, int]]:
-        try:
-            manifest = read_manifest(self._bucket, self._run, version)
-        except CorruptError:
+        """Returns the groups that a version settled. Raises `UnreadableError` if it cannot be read:
+        the floor would rise above it, and its groups would stay for good."""
+        read = partial(read_manifest, self._bucket, self._run, version)
+        found = evidence_of_version(self._bucket, self._run, version, read)
+        if not isinstance(found, Sound):
             return []
-        if manifest is None:
-            return []
-        metadata = CommitMetadata.of(manifest.metadata, run=self._bucket.url, version=version)
+        metadata = CommitMetadata.of(found.value.metadata, run=self._bucket.url, version=version)
         return list(metadata.settled_groups())

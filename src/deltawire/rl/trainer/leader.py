@@ -129,6 +129,7 @@ class Leader(Generic[R]):
             signer=signer,
             lines=[(one.bucket, one.run) for one in self.rank.further.by_name.values()],
         )
+        process.heartbeat.alarm = lambda: self.version_retention.alarm
 
     def _open_credits(
         self,

@@ -33,6 +33,7 @@ from deltawire.errors import (
     InputError,
     RetryError,
     StoppedError,
+    UnreadableError,
 )
 from deltawire.events import Restored, Step, known
 from deltawire.parity import finite, parity_event
@@ -125,6 +126,8 @@ class Trainer(Leader[StepResult]):
         floors, keep = RetainedFile(self.bucket), config.retain
         self.archiver = EventArchiver(self.bucket, keep_days=keep.events_days, floors=floors)
         self.retention = RolloutRetention(self.bucket, run, keep=keep.rollouts, floors=floors)
+        self._trim_alarm = ""
+        process.heartbeat.alarm = self._alarm
         self._answered_at = time.monotonic()
         self._mark = process.events.now()
 
@@ -159,6 +162,10 @@ class Trainer(Leader[StepResult]):
             allocator=self.allocator,
             owed=self.credits.owed,
         )
+
+    def _alarm(self) -> str:
+        """What could not be read, so that something old is not deleted; empty if all could."""
+        return self.archiver.alarm or self._trim_alarm or self.version_retention.alarm
 
     def _on_commit(self, receipt: CommitStats) -> None:
         super()._on_commit(receipt)
@@ -437,7 +444,11 @@ class Trainer(Leader[StepResult]):
     def _trim(self) -> None:
         """Delete groups and versions that no complete checkpoint needs."""
         if kept := checkpoint_versions(self.bucket):
-            self.retention.trim(newest=self.version, oldest_checkpoint=min(kept))
+            try:
+                self.retention.trim(newest=self.version, oldest_checkpoint=min(kept))
+                self._trim_alarm = ""
+            except UnreadableError as error:
+                self._trim_alarm = str(error)  # Training goes on; the next checkpoint tries again.
             served = self.rollbacks.oldest_served
             self.version_retention.start(newest=self.version, served=served)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from deltawire.errors import DeltawireError
+from deltawire.errors import DeltawireError, UnreadableError
 from deltawire.store import Bucket
 from deltawire.sync import prune
 from deltawire.sync.maintain.retention import GRACE_S
@@ -18,7 +18,8 @@ class VersionRetention:
     checkpoint on, and those from the one that serves users on; 0 keeps all.
 
     One call of `deltawire.sync.prune` runs at a time. Nothing depends on it: an error goes to
-    ``report``, and the next checkpoint starts another call, which continues where it ended.
+    ``report``, and the next checkpoint starts another call, which continues where it ended. An
+    object that cannot be read is also the ``alarm``, until a call ends without one.
 
     Example::
 
@@ -38,6 +39,7 @@ class VersionRetention:
         signer: Signer | None = None,
         lines: Sequence[tuple[Bucket, Run]] = (),
     ) -> None:
+        self.alarm = ""
         self._signer = signer
         self._places = [(bucket, run), *lines]
         self._keep = keep
@@ -60,8 +62,13 @@ class VersionRetention:
         return True
 
     def _prune(self, cutoff: int) -> None:
-        for bucket, run in self._places:
-            prune(bucket, run, cutoff=cutoff, grace_s=self._grace_s, signer=self._signer)
+        try:
+            for bucket, run in self._places:
+                prune(bucket, run, cutoff=cutoff, grace_s=self._grace_s, signer=self._signer)
+            self.alarm = ""
+        except UnreadableError as error:
+            self.alarm = str(error)
+            raise
 
     def close(self) -> None:
         """Wait for the call that runs, and end the thread."""
