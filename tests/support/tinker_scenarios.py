@@ -153,6 +153,9 @@ def refused(tinker, service):
     )
     attempt("token", lambda: wait(client.forward([datum(tinker, [1, 9999, 2])], "cross_entropy")))
     attempt("base", lambda: wait(service.create_lora_training_client(base_model="org/other")))
+    attempt("external", lambda: wait(client.save_weights_external("exported")))
+    nan = tinker.AdamParams(learning_rate=float("nan"))
+    attempt("rate", lambda: wait(client.optim_step(nan)))
     attempt("optimizer", lambda: wait(client.optim_step(tinker.DimuonParams(learning_rate=0.1))))
     gone = f"tinker://{client.model_id}/weights/gone"
     attempt("checkpoint", lambda: wait(service.create_training_client_from_state(gone)))

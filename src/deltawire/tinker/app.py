@@ -25,7 +25,7 @@ import msgspec
 from aiohttp import web
 
 from deltawire.errors import InputError, RetryError
-from deltawire.serving.app import Handler, answer_errors, json_answer
+from deltawire.serving.app import Handler, answer_errors, error_answer, json_answer
 from deltawire.serving.bodies import read_body
 from deltawire.tinker.requests import (
     KINDS,
@@ -77,6 +77,7 @@ def build_app(server: TinkerServer, *, token: str) -> web.Application:
     get(run, _training_run)
     get(f"{run}/checkpoints", _checkpoints)
     app.router.add_delete(f"{run}/checkpoints/{{kind}}/{{name}}", _delete_checkpoint)
+    app.router.add_route("*", f"{PREFIX}{{call:.+}}", _refuse)
 
     async def life(_: web.Application) -> Any:
         await server.start()
@@ -138,6 +139,16 @@ def _call(verb: Callable[[TinkerServer, bytes], Awaitable[Any]]) -> Handler:
 
 def _submit(kind: str) -> Handler:
     return _call(lambda server, body: server.submit(kind, body))
+
+
+async def _refuse(request: web.Request) -> web.StreamResponse:
+    """Answers every other call: its number is used, and the reason is told."""
+    body = await read_body(request)
+    refused = request.app[_SERVER].refuse(request.match_info["call"], body)
+    try:
+        return json_answer(await _to_its_end(refused))
+    except InputError as error:  # The SDK asks for optional calls, and goes on after a 404.
+        return error_answer(404, error)
 
 
 async def _to_its_end(work: Awaitable[Any]) -> Any:

@@ -31,6 +31,8 @@ MAX_BODY_BYTES = 64 << 20
 """The most bytes of any request."""
 MAX_ELEMENTS = 1 << 26
 """The most elements of one loss input."""
+MAX_CALL = 100
+"""The most characters of the name of a call that is refused and remembered."""
 MAX_STEPS = 10**10 - 1
 TTL_S = (3600, 10 * 366 * 24 * 3600)
 
@@ -99,14 +101,14 @@ class LoadWeights(ClientRequest, frozen=True, kw_only=True):
 
 
 class AdamValues(ClientRequest, frozen=True, kw_only=True):
-    """The parameters of one AdamW step."""
+    """The parameters of one AdamW step; the client sends NaN as null."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: float | None = 1e-4
+    beta1: float | None = 0.9
+    beta2: float | None = 0.95
+    eps: float | None = 1e-12
+    weight_decay: float | None = 0.0
+    grad_clip_norm: float | None = 0.0
 
 
 class OptimStep(ClientRequest, frozen=True, kw_only=True):
@@ -224,8 +226,38 @@ KINDS = ("forward_backward", *_JSON_KINDS)
 """The calls of `TrainingRequest`, by the last part of their path."""
 
 
+REFUSED_CALLS = {
+    "save_weights_external": (
+        "every save is a version of a run in the bucket: deltawire pull writes it as a Hugging "
+        "Face directory"
+    ),
+    "get_external_weights_urls": "deltawire pull writes a version as a Hugging Face directory",
+    "create_custom_loss": "use forward_backward_custom, which computes the loss on the client",
+    "join_sampling_session": "create a sampling session for each process",
+    "copy_weights": "a checkpoint stays in its bucket: load it by its tinker:// path",
+    "publish": "everyone who has the server's key can read every checkpoint",
+    "project": "there are no projects here: a server has one bucket and one key",
+    "trace_export": "see the server's log and deltawire watch",
+    "usage": "there is no billing here; deltawire status shows what a run stores",
+    "audit": "see the server's log",
+    "apikey": "the server's key is its TINKER_API_KEY or DELTAWIRE_TOKEN",
+    "unload_model": "idle models leave memory when another one needs their place",
+}
+"""Calls of the SDK that a bucket cannot answer, by a part of their path, and what to do instead."""
+
+
+def refusal(call: str) -> InputError:
+    """Returns the error of a call that this server does not have."""
+    hint = next((text for name, text in REFUSED_CALLS.items() if name in call.split("/")), "")
+    return InputError(
+        f"this server has no call {call[:100]!r}", hint=hint or "it serves Tinker's SDK 0.38"
+    )
+
+
 def decode(kind: str, body: bytes) -> TrainingRequest:
     """Returns a training request; raises `InputError` for one that cannot be honored."""
+    if kind not in KINDS:
+        raise refusal(kind)
     if kind == "forward_backward":
         return _forward_backward(schema.parse("ForwardBackwardRequest", body))
     request: TrainingRequest = read_json(body, _JSON_KINDS[kind])
@@ -454,12 +486,12 @@ def _stop(stop: str | list[str | int] | None) -> str | list[str] | list[int] | N
 
 
 def adam_params(values: AdamValues) -> AdamParams:
-    """Returns the library's parameters of an optimizer step."""
-    return AdamParams(
-        learning_rate=values.learning_rate,
-        beta1=values.beta1,
-        beta2=values.beta2,
-        eps=values.eps,
-        weight_decay=values.weight_decay,
-        grad_clip_norm=values.grad_clip_norm,
-    )
+    """Returns the library's parameters of an optimizer step; raises `InputError`."""
+    found = msgspec.structs.asdict(values)
+    del found["type"]
+    for name, value in found.items():
+        if value is None:
+            raise InputError(
+                f"{name} is NaN or infinite", hint="check the schedule that computes it"
+            )
+    return AdamParams(**found)

@@ -183,6 +183,23 @@ class TinkerServer:
             await hosted.accept(number, kind, body)
         return {"request_id": f"{model}:{number}", "model_id": model}
 
+    async def refuse(self, call: str, body: bytes) -> dict[str, Any]:
+        """Refuses a call that the server does not have. If the request names a model and a number,
+        it takes its place in the model's order, so that the client's next requests do not wait for
+        it; the refusal is then the result of the future that this returns. Raises `InputError`
+        otherwise."""
+        refusal = requests.refusal(call)
+        if call in requests.KINDS or len(call) > requests.MAX_CALL:
+            raise refusal
+        try:
+            model, number = requests.address(call, body)
+            known = number > 0 and await asyncio.to_thread(self.state.model, model) is not None
+        except InputError:
+            known = False
+        if not known:
+            raise refusal
+        return await self.submit(call, body)
+
     async def _create(self, kind: str, model: str, body: bytes) -> None:
         request = requests.decode(kind, body)
         if not isinstance(request, CreateModel | LoadWeights):

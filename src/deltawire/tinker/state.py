@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket, RetryingBucket
-from deltawire.tinker.requests import KINDS, MAX_BODY_BYTES, LoraConfig, Name, Notes, Number
+from deltawire.tinker.requests import MAX_BODY_BYTES, LoraConfig, Name, Notes, Number
 from deltawire.tinker.results import MAX_RESULT_BYTES, RequestResult
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json, encode_json, prepared
@@ -99,7 +99,7 @@ class SamplerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as it came in."""
+    """A request as it came in, also one of a call that the server does not have."""
 
     kind: Name
     body: Annotated[bytes, Meta(max_length=MAX_BODY_BYTES)]
@@ -190,12 +190,9 @@ class ServerState:
         if data is None:
             return None
         try:
-            found = msgspec.msgpack.decode(data, type=prepared(StoredRequest))
+            return msgspec.msgpack.decode(data, type=prepared(StoredRequest))
         except msgspec.DecodeError as error:
             raise CorruptError("a request cannot be read", run=self.url, key=key) from error
-        if found.kind not in KINDS:
-            raise CorruptError(f"a request of kind {found.kind!r}", run=self.url, key=key)
-        return found
 
     def put_result(self, model: str, number: int, result: RequestResult) -> None:
         """Stores a result."""

@@ -91,6 +91,8 @@ def test_a_custom_loss_has_the_exact_gradient(seen):
         ("setting", "no setting 'unknown'"),
         ("token", "not one of the model's"),
         ("base", "no base model 'org/other'"),
+        ("external", "no call 'save_weights_external'; every save is a version"),
+        ("rate", "learning_rate is NaN or infinite"),
         ("optimizer", "no optimizer 'dimuon'"),
         ("checkpoint", "no checkpoint"),
         ("sampler", "no checkpoint"),

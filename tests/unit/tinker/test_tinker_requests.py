@@ -78,6 +78,30 @@ def test_work_is_done_in_order_and_once(tmp_path, model):
     serve(tmp_path / "b", model, run)
 
 
+@pytest.mark.parametrize("call", ["save_weights_external", "a_call_of_the_next_sdk"])
+def test_a_call_that_is_not_there_uses_its_number(tmp_path, model, call):
+    async def run(found, session):
+        name = await created(found, session)
+        body = json.dumps({"model_id": name, "seq_id": 1, "path": "x"}).encode()
+        answer = await ask.result_of(found, await found.refuse(call, body))
+        assert (answer.kind, answer.category) == ("error", "user")
+        assert f"this server has no call '{call}'".encode() in answer.body
+        later = await found.submit("forward_backward", ask.forward_backward(name, 2))
+        assert (await ask.result_of(found, later)).kind == "proto"
+        for numberless in (b"{}", b"\x00", body.replace(b'"seq_id": 1', b'"seq_id": 0')):
+            with pytest.raises(InputError, match="this server has no call"):
+                await found.refuse(call, numberless)
+        return name
+
+    async def again(found, session):
+        del session
+        later = await found.submit("forward_backward", ask.forward_backward(name, 3))
+        assert (await ask.result_of(found, later)).kind == "proto"
+
+    name = serve(tmp_path / "b", model, run)
+    serve(tmp_path / "b", model, again)
+
+
 def test_an_oversize_chunk_is_refused_at_once(tmp_path, model):
     async def run(found, session):
         name = await created(found, session)
