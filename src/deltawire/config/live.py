@@ -28,7 +28,7 @@ class LiveConfig(Section, frozen=True, kw_only=True):
     """The reward of an answer without any report, once none is likely to come; if it is left out,
     such answers are not trained on."""
     reward_function: Annotated[str, Meta(pattern=_NAME)] = ""
-    """``module:function`` on the learner's machine, instead of weights."""
+    """``module:function`` of a module that this machine trusts, instead of weights."""
     baseline: Literal["batch", "value_tracker", "learned", "sign"] = "batch"
     """The baseline: subtracted from a reward before the batch is normalized. ``sign`` subtracts
     none: it gives 1 for a reward above 0 and -1 below, for ``train.loss.surrogate = "kto"``."""

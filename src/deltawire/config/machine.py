@@ -86,12 +86,13 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 hint=f"its policy allows {', '.join(self.environments) or 'none'}",
             )
 
-    def require_trust(self, module: str) -> None:
-        """Raises `InputError` unless this machine's user has named ``module`` as trusted."""
+    def require_trust(self, module: str, setting: str = "a setting") -> None:
+        """Raises `InputError` unless this machine's user has named ``module`` as trusted;
+        ``setting`` is what names it."""
         trusted = {*self.trusted_modules, *os.environ.get(TRUSTED, "").split(",")}
         if module not in trusted:
             raise InputError(
-                f"the run wants code of module {module}, which this machine does not trust",
+                f"{setting} names code of module {module}, which this machine does not trust",
                 hint=f"if you trust it, set {TRUSTED}={module} for every process of the run",
             )
 

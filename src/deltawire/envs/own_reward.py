@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from deltawire.config.machine import machine_policy
+from deltawire.config.own_code import require_code
 from deltawire.envs.scoring_process import ScoringError, ScoringProcess, ScoringTimeoutError
 from deltawire.errors import InputError
 
@@ -39,7 +39,7 @@ class OwnReward:
     """
 
     def __init__(self, place: str, *, limit_s: float) -> None:
-        machine_policy().require_trust(place.partition(":")[0])
+        require_code("task.reward", place)
         self._place = place
         self._process = _process(place, limit_s)
         try:

@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 
 from deltawire.config import TaskConfig
 from deltawire.config.machine import machine_policy
+from deltawire.config.own_code import load_code, require_code
 from deltawire.envs.base import TaskSource
 from deltawire.errors import InputError
 
@@ -57,14 +58,13 @@ def open_tasks(config: TaskConfig, *, seed: int) -> TaskSource:
 
 def require_environment(name: str) -> None:
     """Raises `InputError` where `open_tasks` would for the name; imports no environment."""
-    policy = machine_policy()
-    policy.require_environment(name)
+    machine_policy().require_environment(name)
     names = entry_points(group=ENTRY_POINTS).names
     if name in _registered or name in BUILT_IN or name in names:
         return
     if ":" not in name:
         raise _unknown(name)
-    policy.require_trust(name.partition(":")[0])
+    require_code("task.environment", name)
 
 
 def require_tasks(config: TaskConfig) -> None:
@@ -73,7 +73,7 @@ def require_tasks(config: TaskConfig) -> None:
     for task in config.each():
         require_environment(task.environment)
         if task.reward:
-            machine_policy().require_trust(task.reward.partition(":")[0])
+            require_code("task.reward", task.reward)
 
 
 def _factory(name: str) -> Factory:
@@ -85,8 +85,8 @@ def _factory(name: str) -> Factory:
         if entry.name == name:
             return _attribute(entry.value)
     if ":" in name:
-        machine_policy().require_trust(name.partition(":")[0])
-        return _attribute(name)
+        factory: Factory = load_code("task.environment", name)
+        return factory
     raise _unknown(name)
 
 

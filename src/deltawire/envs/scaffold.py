@@ -13,13 +13,12 @@ so too: the trainer plays episodes again.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
 from deltawire.chat.messages import Message, Tool
-from deltawire.config.machine import machine_policy
+from deltawire.config.own_code import load_code, require_code
 from deltawire.config.scaffold import NO_SCAFFOLD
 from deltawire.envs.base import Action, AgentHarness, Environment, Turn
 from deltawire.errors import InputError
@@ -105,7 +104,7 @@ def require_scaffold(name: str) -> None:
     """Raises `InputError` for a scaffold of a module that this machine does not trust; imports
     nothing."""
     if name != NO_SCAFFOLD and name not in SCAFFOLDS:
-        machine_policy().require_trust(name.partition(":")[0])
+        require_code("rollout.scaffold", name)
 
 
 def scaffolded(environment: Environment | AgentHarness, name: str) -> Environment | AgentHarness:
@@ -140,17 +139,9 @@ def scaffolded(environment: Environment | AgentHarness, name: str) -> Environmen
 
 @cache
 def _wrapper(name: str) -> Wrapper:
-    require_scaffold(name)
     if name in SCAFFOLDS:
         return SCAFFOLDS[name]
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InputError(
-            f"cannot load rollout.scaffold {name}: {error}",
-            hint="name a function of a module that python can import",
-        ) from error
+    found = load_code("rollout.scaffold", name)
     if not callable(found):
         raise InputError(f"rollout.scaffold {name} is not a function")
     wrapper: Wrapper = found

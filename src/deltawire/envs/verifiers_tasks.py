@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltawire.config import TaskConfig
-from deltawire.config.machine import machine_policy
+from deltawire.config.own_code import require_code
 from deltawire.envs.base import AgentHarness, ModelEndpoint, Task
 from deltawire.errors import InputError
 
@@ -69,7 +69,7 @@ class VerifiersTasks:
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
         settings = _settings(config.options)
         for module in sorted(_modules(settings)):
-            machine_policy().require_trust(module)
+            require_code("task.options", module)
         self._settings: dict[str, Any] = settings
         self._seed = seed
         environment = _environment(settings)

@@ -22,7 +22,7 @@ TERMINATE_WITHIN_S = 10.0
 def guarded(command: list[str]) -> list[str]:
     """Returns the command line of ``command`` under a guard; start it in a new session, with
     ``stdin=subprocess.PIPE``. Signals for the command go to that process group."""
-    return [sys.executable, "-m", "deltawire.runtime.guard", *command]
+    return [sys.executable, "-P", "-m", "deltawire.runtime.guard", *command]
 
 
 def main() -> None:

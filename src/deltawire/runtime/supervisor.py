@@ -56,7 +56,7 @@ from deltawire.runtime.watchdog import Child, Watchdog
 from deltawire.store import Bucket
 from deltawire.wire import keys
 
-COMMAND = (sys.executable, "-m", "deltawire")
+COMMAND = (sys.executable, "-P", "-m", "deltawire")
 
 MAX_LOG_BYTES = 1 << 20
 MAX_WORDS = 500

@@ -51,7 +51,7 @@ class S3Server:
         self.implementation = implementation
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(  # noqa: S603 - our own module, by its name
-            [sys.executable, "-m", "deltawire.testing.s3_server", implementation],
+            [sys.executable, "-P", "-m", "deltawire.testing.s3_server", implementation],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -54,7 +54,7 @@ def rank_environment(
     Example::
 
         environment = {**os.environ, **rank_environment(1, 2, local_rank=1, address=a, port=p)}
-        subprocess.Popen([sys.executable, "-m", "deltawire", "trainer", url], env=environment)
+        subprocess.Popen([*COMMAND, "trainer", url], env=environment)
     """
     return {
         "RANK": str(rank),

@@ -63,7 +63,7 @@ class VllmServer:
             {"deltawire": {"run": run, "public_key": public_key, "follow": False}}
         )
         command = [
-            python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
+            python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
             "--uds", self.socket, "--load-format", "dummy", "--skip-tokenizer-init",
             "--generation-config", "vllm", "--dtype", precision, "--enforce-eager",
             "--max-model-len", str(capacity), "--max-num-seqs", str(slots),

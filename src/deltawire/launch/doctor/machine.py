@@ -273,7 +273,7 @@ def _version_in(python: str) -> str | None:
     )
     try:
         answer = subprocess.run(  # noqa: S603 - the user's own Python
-            [python, "-c", code],
+            [python, "-P", "-c", code],
             capture_output=True,
             text=True,
             timeout=ANSWER_WITHIN_S,

@@ -8,12 +8,12 @@ training, because tokens that were encoded again are not those that the model dr
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
+from deltawire.config.own_code import load_own_code
 from deltawire.errors import InputError
 
 Redact = Callable[[list[str]], Sequence[str]]
@@ -72,20 +72,13 @@ class Redaction:
 
 
 def load_redact(place: str) -> Redact:
-    """Imports ``module:function``; raises `InputError`.
+    """Imports ``module:function``, which this machine's command line names; raises `InputError`.
 
     Example::
 
         load_redact("deltawire.live.capture.presidio:redact")
     """
-    module, _, name = place.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(
-            f"cannot load the redaction function {place[:200]!r}: {error}",
-            hint="give module:function of an installed module",
-        ) from error
+    found = load_own_code("--redact", place)
     if not callable(found):
         raise InputError(f"{place[:200]!r} is not a function")
     return found  # type: ignore[no-any-return]

@@ -5,7 +5,6 @@ Only the newest report of each kind counts, so a user who votes twice has one vo
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from deltawire.config.live import DEFAULT_REWARDS
+from deltawire.config.own_code import load_code
 from deltawire.errors import InputError
 from deltawire.wire.captures import Capture, Feedback
 
@@ -51,7 +51,8 @@ class RewardRules:
     `TERMS`, limited to ``bounds``.
 
     ``silent`` is the reward of an answer without any report; None leaves such answers out.
-    ``function`` names a function ``module:function`` of the learner's machine instead of weights.
+    ``function`` names a function ``module:function`` instead of weights; it is called with the
+    values and the capture, and every machine that reads rewards must trust its module.
 
     Example::
 
@@ -75,18 +76,12 @@ class RewardRules:
         return frozenset(self.weights) - TERMS.keys()
 
     def load(self) -> OwnReward | None:
-        """Imports the ``function``; raises `InputError`."""
+        """Imports the ``function``; raises `InputError`, also for a module that this machine does
+        not trust."""
         if not self.function:
             return None
-        module, _, name = self.function.partition(":")
-        try:
-            found = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise InputError(
-                f"cannot load the reward {self.function[:200]!r}: {error}",
-                hint="give module:function of a module on this machine",
-            ) from error
-        return found  # type: ignore[no-any-return]
+        own: OwnReward = load_code("live.reward_function", self.function)
+        return own
 
     def reward(
         self, values: Mapping[str, float], capture: Capture, own: OwnReward | None = None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # The agent computes nothing, and should start at once.
 
 SETTINGS, SOCKET, FAILURE = "settings", "socket", "failure"
 """Names in the folder: how to open the run, the client's socket, and why the ranks ended."""
-COMMAND = (sys.executable, "-m", "deltawire.train.client.host")
+COMMAND = (sys.executable, "-P", "-m", "deltawire.train.client.host")
 
 
 def main(folder: Path) -> int:

@@ -64,7 +64,7 @@ def test_rewards_are_weights_terms_and_bounds():
     assert RewardRules(silent=0.1).reward({}, answer(1)) == 0.1
     assert RewardRules(silent=0.1).digest != RewardRules(silent=0.2).digest
     own = RewardRules(function="live_rewards_of_a_test:missing")
-    with pytest.raises(InputError, match="cannot load the reward"):
+    with pytest.raises(InputError, match="does not trust"):
         own.load()
     with pytest.raises(InputError, match="the reward of an answer is nan"):
         rules.reward({}, answer(1), lambda values, capture: float("nan"))
