@@ -37,12 +37,14 @@ class TokenReplica(FakeVllm):
 
     ``mode``: ``tokens`` states them if asked; ``no tokens`` never does; ``break`` dies in
     mid-stream; ``error`` answers 400, ``fail`` 500; ``calls`` makes a tool call. ``swap_to`` loads
-    a version while it answers. ``seen`` are the requests.
+    a version while it answers. ``seen`` are the requests. ``says`` are more members of a whole
+    answer's message, ``draws`` are the texts of its tokens, ``prompt_text`` is that of its prompt.
     """
 
     def __init__(self, bucket, run, version=0):
         super().__init__(bucket, run, version)
         self.mode, self.swap_to, self.seen = "tokens", None, []
+        self.says, self.draws, self.prompt_text = {}, WORDS, None
         self.server.app.router.add_post("/v1/chat/completions", self.chat)
 
     async def chat(self, request):
@@ -68,7 +70,7 @@ class TokenReplica(FakeVllm):
             if token is not None and ids:
                 row["token_ids"] = [100 + token]
             if token is not None and body.get("logprobs"):
-                row["logprobs"] = {"content": [{"token": "x", "logprob": -0.5}]}
+                row["logprobs"] = {"content": [{"token": WORDS[token], "logprob": -0.5}]}
             event = {"id": "c", "object": "chat.completion.chunk", "model": "m", "choices": [row]}
             await answer.write(b"data: %s\n\n" % json.dumps(event | more).encode())
 
@@ -93,13 +95,13 @@ class TokenReplica(FakeVllm):
     def whole(self, body, count, ids):
         rows = []
         for index in range(count):
-            message = {"role": "assistant", "content": "".join(WORDS)}
+            message = {"role": "assistant", "content": "".join(WORDS)} | self.says
             if self.mode == "calls":
                 call = {"id": "1", "type": "function", "index": 0}
                 message["tool_calls"] = [call | {"function": {"name": "f", "arguments": "{]"}}]
             row = {"index": index, "message": message, "finish_reason": "stop"}
             if body.get("logprobs"):
-                rows_ = [{"token": w, "logprob": -0.5} for w in WORDS]
+                rows_ = [{"token": w, "logprob": -0.5} for w in self.draws]
                 row["logprobs"] = {"content": rows_}
             if ids:
                 row["token_ids"] = [100, 101, 102]
@@ -107,6 +109,7 @@ class TokenReplica(FakeVllm):
         return {
             "id": "c", "object": "chat.completion", "model": "m", "choices": rows,
             "prompt_token_ids": PROMPT if ids else None, "created": 1,
+            "prompt_text": self.prompt_text,
         }  # fmt: skip
 
 

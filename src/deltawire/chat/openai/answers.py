@@ -37,14 +37,18 @@ class AnswerForm:
     """The format of one answer.
 
     With ``return_token_ids`` it has the members that vLLM adds, ``prompt_token_ids`` and each
-    choice's ``token_ids``, and ``token_versions``: the weight version that drew each token.
+    choice's ``token_ids``, and two more: ``token_versions``, the weight version that drew each
+    token, and ``prompt_text``, what the prompt's tokens say. A conversation that continues after
+    the tokens that were drawn has more in its prompt than its request.
     """
 
-    def __init__(self, asked: ChatRequest, number: int, model: str, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, asked: ChatRequest, number: int, model: str, prompt: Sequence[int], text: Text
+    ) -> None:
         self.asked = asked
         self.chat = bool(asked.messages)
         self.kind = "chat.completion" if self.chat else "text_completion"
-        self._prompt = prompt
+        self._prompt, self._text = prompt, text
         self._first = True
         self.unseen = 0
         """Tokens that were drawn for answers that are not returned."""
@@ -69,6 +73,7 @@ class AnswerForm:
         if self.asked.ids and self._first:
             self._first = False
             body["prompt_token_ids"] = list(self._prompt)
+            body["prompt_text"] = self._text.decode(self._prompt)
         versions = [c.completion.versions[-1] for c in choices if c.completion.versions]
         if versions:
             body["system_fingerprint"] = f"version-{max(versions)}"

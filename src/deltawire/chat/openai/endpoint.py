@@ -159,7 +159,9 @@ class Endpoint:
         prompt, lead = self._prompt(asked, recording, builder)
         sampling = self._sampling(asked, builder, len(prompt.tokens))
         bounds = builder.bounds
-        form = AnswerForm(asked, next(self._requests), self._policy.model, prompt.tokens)
+        form = AnswerForm(
+            asked, next(self._requests), self._policy.model, prompt.tokens, self._text
+        )
         stream = AnswerStream(request, form, self._text) if asked.stream else None
         verifier = self._verifier(asked)
         self._drawing += asked.most

@@ -14,6 +14,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from deltawire.errors import InputError
+from deltawire.live.capture.redaction import Redaction
 from deltawire.live.capture.spool import Spool
 from deltawire.live.feedback.identities import ReportIdentities
 from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackRefusal
@@ -79,6 +80,7 @@ class FeedbackIntake:
         spool: Spool,
         identities: ReportIdentities,
         limiter: FeedbackLimiter,
+        redaction: Redaction,
         *,
         run: str,
         public_key: str,
@@ -89,6 +91,7 @@ class FeedbackIntake:
         self._spool = spool
         self._identities = identities
         self._limiter = limiter
+        self._redaction = redaction
         self._run = run
         self._public_key = public_key
         self._under_way: dict[str, asyncio.Future[bool]] = {}
@@ -98,7 +101,8 @@ class FeedbackIntake:
         that the request names; it must be the receipt's if both have one.
 
         Raises `InputError` for a report that cannot be parsed and `UnknownReceiptError` for a
-        receipt that is not of this deployment and run.
+        receipt that is not of this deployment and run. An id belongs to its source and its user:
+        others may use the same.
         """
         try:
             report = msgspec.json.decode(body, type=prepared(Report))
@@ -109,6 +113,8 @@ class FeedbackIntake:
         if receipt is None or (user and receipt.user and user != receipt.user):
             self.counts["unknown"] += 1
             raise UnknownReceiptError
+        if report.note:  # A note that cannot be redacted is left out; the report counts without.
+            report.note = "".join((await self._redaction.apply([report.note])).texts or ())[:512]
         try:
             row = _feedback(report, receipt, source)
         except InputError:
@@ -117,10 +123,11 @@ class FeedbackIntake:
         return await self._take(row, report)
 
     async def _take(self, row: Feedback, report: Report) -> Taken:
-        content = msgspec.msgpack.encode([row.answer, row.kind, row.value, report.at, row.note])
-        while (running := self._under_way.get(row.id)) is not None:
+        content = _content(row, report)
+        name = f"{row.source}\0{row.user or row.conversation}\0{row.id}"
+        while (running := self._under_way.get(name)) is not None:
             await asyncio.wait([running])
-        match self._identities.check(row.id, content):
+        match self._identities.check(name, content):
             case "same":
                 self.counts["repeated"] += 1
                 return Taken(200, {"id": row.id})
@@ -131,18 +138,18 @@ class FeedbackIntake:
             self.counts["limited"] += 1
             return _limited(refusal)
         stored: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._under_way[row.id] = stored
-        self._identities.add(row.id, content)
+        self._under_way[name] = stored
+        self._identities.add(name, content)
         self._spool.append(encode_row(row), settler(stored))
-        return await asyncio.shield(asyncio.ensure_future(self._finish(row.id, stored)))
+        return await asyncio.shield(asyncio.ensure_future(self._finish(name, row.id, stored)))
 
-    async def _finish(self, name: str, stored: asyncio.Future[bool]) -> Taken:
+    async def _finish(self, name: str, given: str, stored: asyncio.Future[bool]) -> Taken:
         try:
             ok = await stored
             if ok:
                 self._identities.write(name)
                 self.counts["stored"] += 1
-                return Taken(200, {"id": name})
+                return Taken(200, {"id": given})
             self._identities.discard(name)
             self.counts["refused"] += 1
         finally:
@@ -179,12 +186,8 @@ def _feedback(report: Report, receipt: Receipt, source: Source) -> Feedback:
             "at lies before the answer or in the future", hint="give seconds since 1970"
         )
     value = _value(kind, report.value)
-    name = report.id
-    if not name:  # The same report without an id is the same report.
-        content = msgspec.msgpack.encode([receipt.answer, kind, value, report.at, report.note])
-        name = f"auto-{blake3(content).hexdigest()[:32]}"
-    return Feedback(
-        id=name,
+    row = Feedback(
+        id=report.id or "auto",
         answer=receipt.answer,
         conversation=receipt.conversation,
         user=receipt.user,
@@ -198,6 +201,14 @@ def _feedback(report: Report, receipt: Receipt, source: Source) -> Feedback:
         recorded=receipt.recorded,
         note=report.note,
     )
+    if report.id:
+        return row
+    name = f"auto-{blake3(_content(row, report)).hexdigest()[:32]}"
+    return msgspec.structs.replace(row, id=name)  # Equal reports without an id are one.
+
+
+def _content(row: Feedback, report: Report) -> bytes:
+    return msgspec.msgpack.encode([row.answer, row.kind, row.value, report.at, row.note])
 
 
 def _value(kind: str, given: float | bool | str) -> float:

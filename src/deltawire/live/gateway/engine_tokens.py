@@ -14,31 +14,59 @@ from typing import Any
 
 import msgspec
 
+from deltawire.live.gateway.texts import flat_text
+
 LEAST_LOGPROB = -9999.0
 """vLLM's placeholder for a log-probability of minus infinity."""
 CONFIRMED = "confirmed"
+_THOUGHTS = ("reasoning_content", "reasoning")
+_KNOWN = frozenset({"role", "content", "tool_calls", *_THOUGHTS})
+"""Members of a message whose texts are read here."""
 
 
 @dataclass
 class ChoiceTokens:
     """One choice of an answer, as far as it arrived.
 
-    ``versions`` stays empty if the engine states none. ``calls`` counts tool calls. ``missing``
-    says that a chunk had text and no tokens.
+    ``versions`` stays empty if the engine states none. ``drawn`` are the texts of the tokens,
+    ``thoughts`` the model's reasoning, ``calls`` its calls: the functions' ``names`` and, here,
+    their arguments. ``missing`` says that a chunk had text and no tokens, ``opaque`` that the
+    answer has a member that is not known here.
     """
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
+    drawn: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     calls: dict[int, list[str]] = field(default_factory=dict)
     finish: str = ""
     missing: bool = False
+    opaque: bool = False
 
     @property
     def broken_calls(self) -> int:
         """Returns how many tool calls have arguments that are no JSON object."""
         return sum(not _is_object("".join(parts)) for parts in self.calls.values())
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Returns whether the engine stated the text of each token."""
+        return len(self.drawn) == len(self.ids) and not any(
+            text.startswith("token_id:") for text in self.drawn
+        )
+
+    def texts(self) -> list[str]:
+        """Returns what the model said: the answer's text, its reasoning and calls, and what it drew
+        that the answer does not show, such as reasoning that the client did not want."""
+        text, drawn = "".join(self.text), "".join(self.drawn)
+        calls = [flat_text("".join(parts)) for parts in self.calls.values()]
+        found = [text, "".join(self.thoughts), "\n".join(self.names), *calls]
+        if text not in (drawn, "".join(self.drawn[:-1])):  # The last token may end the answer.
+            found.append(drawn)
+        return [text, *(one for one in found[1:] if one)]
 
     def fault(self) -> str:
         """Why the tokens cannot be trained on; empty if they can, but for their versions."""
@@ -68,6 +96,8 @@ class AnswerReader:
 
     def __init__(self) -> None:
         self.prompt: list[int] = []
+        self.prompt_text = ""
+        """What the prompt's tokens say, if the engine states it."""
         self.choices: dict[int, ChoiceTokens] = {}
         self.model = ""
 
@@ -76,6 +106,8 @@ class AnswerReader:
         self.model = self.model or str(body.get("model") or "")[:256]
         if "prompt_token_ids" in body and _are_ids(body["prompt_token_ids"]):
             self.prompt = body["prompt_token_ids"]
+        if isinstance(body.get("prompt_text"), str):
+            self.prompt_text = body["prompt_text"]
         for row in body.get("choices") or ():
             if isinstance(row, dict) and isinstance(row.get("index", 0), int):
                 self._read(row, self.choices.setdefault(row.get("index", 0), ChoiceTokens()))
@@ -85,37 +117,49 @@ class AnswerReader:
             self.prompt = row["prompt_token_ids"]
         said = row.get("message") or row.get("delta") or {}
         text = row.get("text") or said.get("content") or ""
-        thought = said.get("reasoning_content") or said.get("reasoning") or ""
+        thoughts = {str(said[name]) for name in _THOUGHTS if said.get(name)}
         calls = said.get("tool_calls") or ()
         if text:
             choice.text.append(str(text))
+        choice.thoughts += thoughts
+        choice.opaque = choice.opaque or any(
+            value and name not in _KNOWN for name, value in said.items()
+        )
         for place, call in enumerate(calls) if calls else ():
             function = call.get("function") or {}
             parts = choice.calls.setdefault(call.get("index", place), [])
             parts.append(str(function.get("arguments") or ""))
+            if function.get("name"):
+                choice.names.append(str(function["name"]))
         ids = row.get("token_ids")
         if isinstance(ids, list):  # `ChoiceTokens.fault` checks the members once.
             choice.ids += ids
             versions: Any = row.get("token_versions")
             if versions is not None and _are_ids(versions):
                 choice.versions += versions
-        elif (text or thought or calls) and not row.get("tokens_follow"):
+        elif (text or thoughts or calls) and not row.get("tokens_follow"):
             choice.missing = True
         if row.get("logprobs"):
-            choice.logprobs += _logprobs_of(row["logprobs"])
+            drawn, logprobs = _drawn_in(row["logprobs"])
+            choice.drawn += drawn
+            choice.logprobs += logprobs
         if row.get("finish_reason"):
             choice.finish = str(row["finish_reason"])[:32]
 
 
-def _logprobs_of(found: Any) -> list[float]:
+def _drawn_in(found: Any) -> tuple[list[str], list[float]]:
+    """Return the texts of an answer's tokens, as far as they are stated, and their
+    log-probabilities."""
     if not isinstance(found, dict):
-        return []
+        return [], []
     rows = found.get("content")
     if isinstance(rows, list):
         values = [row.get("logprob") if isinstance(row, dict) else None for row in rows]
+        tokens = [row.get("token") for row in rows if isinstance(row, dict)]
     else:
-        values = found.get("token_logprobs") or []
-    return [math.nan if value is None else float(value) for value in values]
+        values, tokens = found.get("token_logprobs") or [], found.get("tokens") or []
+    drawn = [token for token in tokens if isinstance(token, str)]
+    return drawn, [math.nan if value is None else float(value) for value in values]
 
 
 def _is_object(text: str) -> bool:
@@ -136,6 +180,7 @@ def for_client(body: dict[str, Any], *, ids: bool, logprobs: bool) -> dict[str, 
     client asked for it too. Returns None for a chunk with nothing left to tell."""
     if not ids:
         body.pop("prompt_token_ids", None)
+        body.pop("prompt_text", None)
     empty = "usage" not in body or body["usage"] is None
     for row in body.get("choices") or ():
         if not ids:

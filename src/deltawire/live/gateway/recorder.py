@@ -138,6 +138,7 @@ class Recorder:
             self.feedback,
             self._identities,
             FeedbackLimiter(self.options.limits),
+            redaction,
             run=run.id,
             public_key=signer.public_key,
         )
@@ -297,20 +298,21 @@ class Recorder:
         spans = [] if fault else spans_of(versions)
         if len(spans) > MAX_SPANS:
             fault, spans = "its weights changed too often", []
-        tokens = "" if fault else hash_tokens(reader.prompt, choice.ids)
-        text = "".join(choice.text)
-        told = [text, *("".join(parts) for parts in choice.calls.values())]
-        redacted = await self._redaction.apply([*served.asked.texts, *told])
+        told, asked = choice.texts(), served.asked.texts()
+        rendered = [reader.prompt_text] if reader.prompt_text else []
+        redacted = await self._redaction.apply([*asked.texts, *told, *rendered])
+        opaque = asked.opaque or choice.opaque or not (fault or choice.shows_tokens)
+        blocked = redacted.texts is None or (self._redaction.on and opaque)
         if redacted.changed:
             fault = fault or "redacted"
-        blocked = redacted.texts is None or (self._redaction.on and served.asked.opaque)
+        tokens = "" if fault else hash_tokens(reader.prompt, choice.ids)
         receipt = self._receipt(served, spans, recorded=not blocked, tokens=tokens)
         signed = self._sign(receipt)
         stored = False
         if not blocked:
             row = _capture(served, reader, choice, receipt, signed, fault, first_s)
             if self.options.keep_text:
-                kept = {"texts": redacted.texts, "answer": len(served.asked.texts)}
+                kept = {"texts": redacted.texts, "answer": len(asked.texts)}
                 row = msgspec.structs.replace(row, text=json.dumps(kept).encode())
             stored = await self._store(encode_row(row))
         self._count(stored=stored, blocked=blocked, fault=fault)
@@ -321,7 +323,7 @@ class Recorder:
             LastAnswer(
                 receipt,
                 served.asked.asked[:MAX_KEPT_CHARACTERS],
-                text[:MAX_KEPT_CHARACTERS],
+                told[0][:MAX_KEPT_CHARACTERS],
                 first_s,
             )
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from deltawire.chat.requests import RequestDefaults
 from deltawire.errors import InputError
+from deltawire.live.gateway.texts import RequestTexts, content_text, texts_of
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0, 0.0),
@@ -37,11 +38,12 @@ class AskedAnswer:
     """A request for an answer, as far as the gateway understands it.
 
     ``body`` is what the replica gets. ``temperature`` and ``truncated`` are as in
-    `deltawire.wire.captures.Capture`. ``asked`` is the last message of the user and ``texts`` are
-    all texts of the conversation. ``turn`` counts earlier answers, ``quoted`` is the last of them.
+    `deltawire.wire.captures.Capture`. ``asked`` is the last message of the user. ``turn`` counts
+    earlier answers, ``quoted`` is the last of them. ``given`` is the client's own body.
     """
 
     body: dict[str, Any]
+    given: dict[str, Any]
     chat: bool
     stream: bool = False
     ids: bool = False
@@ -53,9 +55,10 @@ class AskedAnswer:
     opening: str = ""
     quoted: str | None = None
     turn: int = 0
-    texts: list[str] = field(default_factory=list)
-    opaque: bool = False
-    """Part of the request is no text, such as token ids or images: it cannot be redacted."""
+
+    def texts(self) -> RequestTexts:
+        """Returns all texts of the request, for redaction."""
+        return texts_of(self.given, chat=self.chat)
 
     def for_replica(self, *, capture: bool) -> bytes:
         """Returns the body for the replica; with ``capture`` it asks for tokens too."""
@@ -86,6 +89,7 @@ def read_asked(data: bytes, *, chat: bool, defaults: RequestDefaults) -> AskedAn
     temperature = filled["temperature"]
     asked = AskedAnswer(
         filled,
+        body,
         chat,
         stream=bool(body.get("stream")),
         ids=bool(body.get("return_token_ids")),
@@ -98,9 +102,7 @@ def read_asked(data: bytes, *, chat: bool, defaults: RequestDefaults) -> AskedAn
         _read_messages(asked, body.get("messages"))
     else:
         prompt = body.get("prompt")
-        asked.opaque = not isinstance(prompt, str)
         asked.asked = asked.opening = prompt if isinstance(prompt, str) else ""
-        asked.texts = [asked.asked]
     return asked
 
 
@@ -110,25 +112,10 @@ def _read_messages(asked: AskedAnswer, messages: Any) -> None:
     for message in messages:
         if not isinstance(message, dict):
             continue
-        text = _text_of(message.get("content"), asked)
-        arguments = [
-            str((call.get("function") or {}).get("arguments") or "")
-            for call in message.get("tool_calls") or ()
-            if isinstance(call, dict)
-        ]
-        asked.texts += [text, *arguments]
+        text = content_text(message.get("content")).shown
         if message.get("role") == "assistant":
             asked.turn += 1
             asked.quoted = text
         elif message.get("role") == "user":
             asked.opening = asked.opening or text
             asked.asked = text
-
-
-def _text_of(content: Any, asked: AskedAnswer) -> str:
-    if isinstance(content, str) or content is None:
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    texts = [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
-    asked.opaque = asked.opaque or len(texts) != len(parts)
-    return "".join(texts)
