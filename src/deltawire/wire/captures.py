@@ -119,7 +119,8 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One report about an answer.
 
-    ``id`` is the client's, or follows from the content; a gateway keeps one report for each.
+    ``id`` is the client's, or follows from the content; a gateway keeps one report of a user for
+    each, by `identity`.
     ``at`` is when the reported thing happened and ``received`` when the gateway took the report,
     both in seconds since 1970. The other members are the receipt's.
     """
@@ -137,6 +138,11 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     served_at: float
     recorded: bool = True
     note: Annotated[str, Meta(max_length=512)] = ""
+
+    @property
+    def identity(self) -> tuple[Source, str]:
+        """The name of a report among those about its answer: no source can take another's ids."""
+        return self.source, self.id
 
 
 class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -85,6 +85,36 @@ def test_a_retry_is_one_report_and_other_content_is_a_conflict(serve):
     serve(scenario)
 
 
+def test_ids_belong_to_their_user_and_their_source(serve, bucket):
+    async def scenario(at):
+        mine, yours = await at.receipt(), await at.receipt(user="bob")
+        assert (await at.report(mine, id="click"))[0] == 200
+        assert (await at.report(yours, id="click", value="down"))[0] == 200
+        answer = read_receipt(mine, public_key=SIGNER.public_key, run=start_run(bucket).id).answer
+        detected = f"retry-{answer}"
+        assert (await at.report(mine, kind="accept", value=1, id=detected))[0] == 200
+        hook = [{"receipt": mine, "kind": "event_order", "value": 7, "id": "click"}]
+        body = json.dumps(hook).encode()
+        signature = hmac.new(HOOK, body, hashlib.sha256).hexdigest()
+        status, data, _ = await at.call(
+            "POST", "/v1/feedback/webhook", token="", data=body,
+            headers={"x-deltawire-signature": signature},
+        )  # fmt: skip
+        assert (status, json.loads(data)["results"]) == (200, [{"status": 200, "id": "click"}])
+        await at.ask()  # The same message once more: a retry.
+        await at.uploaded()
+        records = LiveRecords(bucket)
+        records.poll()
+        about = records.reports[answer]
+        assert about["client", "click"].kind == "thumbs"
+        assert about["webhook", "click"].kind == "event_order"
+        assert about["client", detected].kind == "accept"
+        assert about["detector", detected].value == 1.0
+        assert at.recorder.intake.counts["conflicting"] == 0
+
+    serve(scenario)
+
+
 def test_ids_are_remembered_over_a_restart(serve):
     texts = []
 
@@ -136,7 +166,9 @@ def test_a_replayed_receipt_has_one_vote_however_often_and_wherever_it_is_sent(
     records = LiveRecords(bucket)
     records.poll()
     (answer,) = records.answers
-    assert sorted(records.reports[answer]) == ["click", *(f"replay-{n}" for n in range(6))]
+    assert sorted(records.reports[answer]) == [
+        ("client", name) for name in ("click", *(f"replay-{n}" for n in range(6)))
+    ]
     maker = GroupMaker(config_of(user_cap=1.0), records)
     (matured,) = maker.matured(time.time() + 100)
     assert matured.reward == 0.75, "the weight of one accept, not of eight"
@@ -369,6 +401,15 @@ def test_users_are_stored_as_pseudonyms_only(serve, bucket, tmp_path):
     serve(scenario)
     assert b"alice" not in everything_in(bucket, tmp_path)
     assert Pseudonyms(b"a").user("alice") != Pseudonyms(b"b").user("alice")
+
+
+@pytest.mark.parametrize("word", ["false", "0", "no", "off", "No", " OFF ", "FALSE"])
+def test_a_refusal_in_a_request_outweighs_every_rule(word):
+    """Each word that refuses, under each rule that would allow the answer without it."""
+    alice = Pseudonyms(b"secret").user("alice")
+    for rule in (ConsentRule(users=frozenset([alice])), ConsentRule(share=1.0)):
+        assert rule.allows("", alice)
+        assert not rule.allows(word, alice)
 
 
 def test_consent_rules():

@@ -15,6 +15,7 @@ from deltawire.wire.captures import (
     MAX_SEGMENT_BYTES,
     Capture,
     Feedback,
+    Source,
     decode_segment,
 )
 from deltawire.wire.lineage import MAX_LINEAGE_BYTES, Lineage
@@ -39,7 +40,7 @@ class LiveRecords:
 
     def __init__(self, bucket: Bucket) -> None:
         self.answers: dict[str, Capture] = {}
-        self.reports: dict[str, dict[str, Feedback]] = {}
+        self.reports: dict[str, dict[tuple[Source, str], Feedback]] = {}
         self.forgotten: set[str] = set()
         self.counts: Counter[str] = Counter()
         self._bucket = bucket
@@ -92,9 +93,9 @@ class LiveRecords:
             self.counts["answers"] += 1
             return True
         about = self.reports.setdefault(row.answer, {})
-        if row.id in about:
+        if row.identity in about:
             return False
-        about[row.id] = row
+        about[row.identity] = row
         self.counts["reports"] += 1
         return True
 
