@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from deltawire.wire.coordination import DeletionIntent, Part, Refusal, RetentionFloor
+from deltawire.wire.coordination import Announcement, DeletionIntent, Part, Refusal, RetentionFloor
 from deltawire.wire.decisions import Decision, RestoreRecord
 from deltawire.wire.identities import IdentitySegment
 from deltawire.wire.ledger import CommitMetadata
@@ -28,6 +28,7 @@ OBJECTS = {
     "weights/parts/refused.json": Refusal,
     "weights/retention-floors/": RetentionFloor,
     "weights/deletion-intents/": DeletionIntent,
+    "weights/announcement.json": Announcement,
     "weights/identities/": IdentitySegment,
     "roles/": RoleGrant,
     "references/": ReferenceScores,
@@ -48,6 +49,7 @@ SEALED = (
     Refusal,
     RetentionFloor,
     DeletionIntent,
+    Announcement,
     IdentitySegment,
     RoleGrant,
     ReferenceScores,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,6 +21,7 @@ from obstore.store import ObjectStore
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store.ranges import AT_ONCE, RangeRequest, range_requests
 from deltawire.store.translation import is_panic, means_conflict, means_no_bucket, translate
+from deltawire.store.worker_threads import WorkerThreads
 
 MULTIPART_BYTES = 64 << 20
 """Larger objects are uploaded in parts: stores accept at most 5 GiB in one request."""
@@ -132,7 +132,7 @@ class Bucket:
 
         if self.local or len(requests) < 2:
             return [read(one) for one in requests]
-        with ThreadPoolExecutor(min(AT_ONCE, len(requests)), "ranges") as pool:
+        with WorkerThreads(min(AT_ONCE, len(requests)), "ranges") as pool:
             return list(pool.map(read, requests))
 
     def put(self, key: str, data: bytes) -> None:

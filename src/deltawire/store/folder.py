@@ -200,6 +200,13 @@ class FolderBucket(Bucket):
         """Makes a folder, and removes what killed processes left in it."""
         if folder in self._prepared and folder.is_dir():
             return
+        if not self.folder.is_dir():
+            # Made again, it would hold a run without its beginning, which no reader can use.
+            raise InputError(
+                f"the folder {self.folder} has disappeared",
+                hint="put it back or mount it again, or choose another location",
+                run=self.url,
+            )
         make_folder(folder, durable=self.durable)
         now = time.time()
         for path in folder.iterdir():

@@ -8,10 +8,10 @@ one prefix (S3: 5,500 reads and 3,500 writes a second).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from deltawire.store.bucket import Bucket
+from deltawire.store.worker_threads import WorkerThreads
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -34,7 +34,7 @@ def in_parallel(
     """
     if bucket.local or len(items) < 2:
         return [request(item) for item in items]
-    pool = ThreadPoolExecutor(min(at_once, len(items)), thread_name_prefix="requests")
+    pool = WorkerThreads(min(at_once, len(items)), thread_name_prefix="requests")
     try:
         return list(pool.map(request, items))
     finally:

@@ -86,6 +86,11 @@ class SteadyPublisher(Publisher):
         super().flush()
         self._anchors.wait()
 
+    def _supersede(self) -> bool:
+        superseding = super()._supersede()
+        self._anchors.wait()
+        return superseding
+
 
 def start_publisher(
     bucket: Bucket,

@@ -17,6 +17,7 @@ from deltawire.wire.run import Hash, Identity, Run
 from deltawire.wire.seal import unseal
 
 MAX_FLOOR_BYTES = 1 << 16
+MAX_ANNOUNCEMENT_BYTES = 1 << 14
 MAX_INTENT_BLOBS = 1 << 12
 MAX_INTENT_BYTES = 1 << 19
 MAX_REASON = 1024
@@ -86,6 +87,28 @@ class Refusal(
     line: Line = "main"
     rank: Annotated[int, Meta(ge=0, lt=1 << 16)]
     reason: Annotated[str, Meta(max_length=MAX_REASON)]
+
+
+class Announcement(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
+):
+    """Names the version that a publisher was given last, before it is committed, so that the next
+    publisher can say that it is missing. ``step`` is the trainer's. No reader depends on it.
+    """
+
+    run: Identity
+    version: Index
+    line: Line = "main"
+    epoch: Index
+    step: Index | None = None
+
+
+def decode_announcement(data: bytes, *, table: Run, run: str, key: str) -> Announcement:
+    """Parses an announcement; raises `CorruptError`."""
+    found = unseal(data, Announcement, run=run, key=key, what="announcement")
+    if found.run != table.id:
+        raise CorruptError("an announcement of another run", run=run, key=key)
+    return found
 
 
 def decode_intent(data: bytes, *, table: Run, run: str, key: str) -> DeletionIntent:

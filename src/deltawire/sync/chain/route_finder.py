@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from deltawire.errors import CorruptError
 from deltawire.store import Bucket
+from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import committed_versions, read_compacted_delta, read_manifest
 from deltawire.sync.chain.routes import CheapestRoutes, Edge, Kind, Route, lowest_start
 from deltawire.wire import keys
@@ -282,7 +282,7 @@ class RouteFinder:
             for version in unread:
                 self.manifest(version)
             return
-        with ThreadPoolExecutor(READERS, thread_name_prefix="manifest-reader") as pool:
+        with WorkerThreads(READERS, thread_name_prefix="manifest-reader") as pool:
             list(pool.map(self.manifest, unread))
 
     def _read_or_note(self, read: partial[Manifest | None], version: int) -> Manifest | None:

@@ -15,12 +15,12 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from deltawire.errors import CorruptError, ResyncError
 from deltawire.store import Bucket, ObjectMeta
+from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.evidence import Absent, Unknown, evidence_of
 from deltawire.sync.chain.objects import (
     committed_objects,
@@ -178,7 +178,7 @@ class VersionPoller:
         if len(versions) < 2:
             read = [self._read(version, None) for version in versions]
         else:
-            with ThreadPoolExecutor(len(versions), thread_name_prefix="version-poller") as readers:
+            with WorkerThreads(len(versions), thread_name_prefix="version-poller") as readers:
                 read = list(readers.map(lambda version: self._read(version, None), versions))
         found = itertools.takewhile(lambda one: one is not None and not one.pruned, read)
         self.found = [one for one in found if one is not None]

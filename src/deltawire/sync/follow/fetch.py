@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 import blake3
@@ -26,6 +26,7 @@ from deltawire.codec import Digest
 from deltawire.errors import CorruptError
 from deltawire.store import REQUESTS, Bucket
 from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES, range_requests
+from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import get_blob
 from deltawire.sync.chain.payloads import read_payload
 from deltawire.sync.follow.blob_cache import BlobCache
@@ -52,7 +53,7 @@ def threads_of(threads: int | None) -> int:
 
 
 def in_order(
-    pool: ThreadPoolExecutor, work: Callable[[S], T], items: Iterable[S], *, ahead: int
+    pool: WorkerThreads, work: Callable[[S], T], items: Iterable[S], *, ahead: int
 ) -> Iterator[T]:
     """Yields ``work`` of each item in order, computed on the pool, at most ``ahead`` in advance."""
     waiting: list[Future[T]] = []
@@ -75,7 +76,7 @@ BATCH_ITEMS = 128
 
 
 def in_batches(
-    pool: ThreadPoolExecutor,
+    pool: WorkerThreads,
     work: Callable[[S], T],
     items: Iterable[S],
     *,
@@ -153,7 +154,7 @@ def fetch_pieces(
     waiting = deque(by_blob) if cache is None else cache.order(list(by_blob))
     ahead: deque[tuple[Future[list[tuple[Piece, memoryview]]], int, int]] = deque()
     held = asked = 0
-    pool = ThreadPoolExecutor(at_once, thread_name_prefix="fetcher")
+    pool = WorkerThreads(at_once, thread_name_prefix="fetcher")
     try:
         while waiting or ahead:
             while waiting and len(ahead) < at_once:
@@ -289,7 +290,7 @@ def decode_delta(
     def decode(item: tuple[Piece, memoryview]) -> tuple[PiecePatch, Digest]:
         return decode_piece(bucket, run, step.version, mirror, *item)
 
-    with ThreadPoolExecutor(count, thread_name_prefix="decoder") as pool:
+    with WorkerThreads(count, thread_name_prefix="decoder") as pool:
         pieces = wanted_pieces(run, payload, mirror)
         for batch in fetch_pieces(bucket, payload, pieces, version=step.version, cache=shared):
             for patch, change in in_batches(
@@ -340,7 +341,7 @@ def decode_anchor(
         _check_sum(bucket, step.version, spec.name, piece, found)
         return piece, bits, found
 
-    with ThreadPoolExecutor(count, thread_name_prefix="decoder") as pool:
+    with WorkerThreads(count, thread_name_prefix="decoder") as pool:
         pieces = wanted_pieces(run, payload, mirror)
         for batch in fetch_pieces(bucket, payload, pieces, version=step.version):
             for piece, bits, found in in_batches(

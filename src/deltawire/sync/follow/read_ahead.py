@@ -7,10 +7,11 @@ catches up with a faster publisher.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from deltawire.store import Bucket
 from deltawire.store.delegating import DelegatingBucket
+from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.follow.blob_cache import BlobCache
 from deltawire.wire import keys
 from deltawire.wire.payload import BlobRef
@@ -31,7 +32,7 @@ class ReadAhead(DelegatingBucket):
         super().__init__(inner)
         self._cache = cache
         self._requests: dict[str, Future[bytes | None]] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: WorkerThreads | None = None
 
     def expect(self, blobs: Iterable[BlobRef]) -> None:
         """Requests these blobs, in this order, and drops all others that were requested."""
@@ -42,7 +43,7 @@ class ReadAhead(DelegatingBucket):
         if len(wanted) < 2 or self.inner.local:
             return
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="read-ahead")
+            self._threads = WorkerThreads(READERS, thread_name_prefix="read-ahead")
         for key, ref in wanted:
             if key not in self._requests:
                 self._requests[key] = self._threads.submit(self._fetch, key, ref)

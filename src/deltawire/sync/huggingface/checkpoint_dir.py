@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket
+from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import get_blob, put_blob
 from deltawire.sync.follow.fetch import threads_of
 from deltawire.sync.huggingface.safetensors_layout import (
@@ -109,7 +109,7 @@ class Checkpoint:
             for at in range(0, tensor.size, DIGEST_ELEMENTS)
         ]
         total = codec.ZERO
-        with ThreadPoolExecutor(threads_of(threads), thread_name_prefix="digester") as pool:
+        with WorkerThreads(threads_of(threads), thread_name_prefix="digester") as pool:
             for digest, size in pool.map(one, parts):
                 total += digest
                 if progress is not None:

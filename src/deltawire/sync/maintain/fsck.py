@@ -12,7 +12,6 @@ listing shows, and gaps between them are reported as gaps: keys may state any nu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
@@ -22,6 +21,7 @@ import numpy as np
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket, RetryingBucket, overwrites_on_create
+from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import (
     committed_versions,
     get_blob,
@@ -233,7 +233,7 @@ class _Check:
                 return error
 
         readers = 1 if self.bucket.local else READERS
-        with ThreadPoolExecutor(readers, thread_name_prefix="checker") as pool:
+        with WorkerThreads(readers, thread_name_prefix="checker") as pool:
             for done, result in enumerate(in_order(pool, one, items, ahead=2 * readers)):
                 self._progress(what, done, len(items))
                 yield result

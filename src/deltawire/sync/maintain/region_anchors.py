@@ -21,7 +21,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ from blake3 import blake3
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, DeltawireError, RetryError
+from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import (
     check_signed,
@@ -285,7 +285,7 @@ class RegionAnchors:
         count = threads_of(self._threads)
         parts: list[bytes] = []
         at = 0
-        with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
+        with WorkerThreads(count, thread_name_prefix="encoder") as pool:
             coded = in_order(pool, encode, ordered, ahead=count)
             for piece, part in zip(ordered, coded, strict=True):
                 if piece.offset != at or piece.length != len(part):

@@ -21,12 +21,13 @@ import msgspec
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, FencedError, InputError, RetryError
-from deltawire.store import Bucket, RetryingBucket, check_create_if_absent
+from deltawire.store import Bucket, ObjectMeta, RetryingBucket, check_create_if_absent
 from deltawire.sync.chain.objects import (
     check_signer,
     check_size,
     newest_retention_floor,
     read_manifest,
+    read_run,
 )
 from deltawire.sync.chain.payloads import store_payload, table_blobs
 from deltawire.sync.follow.mirror import Mirror
@@ -84,6 +85,8 @@ class CommitStats:
 
     ``bytes_reused`` of ``bytes_anchor`` are blobs of the previous anchor, which were not uploaded
     again. ``compaction_error`` is the reason why compacted deltas are missing, if any are.
+    ``superseded`` counts the publisher's versions that a newer one replaced while the store was
+    away.
 
     Example::
 
@@ -105,6 +108,7 @@ class CommitStats:
     upload_ms: float
     compaction_error: str = ""
     bytes_reused: int = 0
+    superseded: int = 0
 
     @classmethod
     def of(
@@ -118,6 +122,7 @@ class CommitStats:
         upload_ms: float,
         compaction_error: str,
         bytes_reused: int = 0,
+        superseded: int = 0,
     ) -> CommitStats:
         """Describes what ``manifest`` committed; ``changed`` counts the elements of its delta."""
         elements = sum(tensor.count for tensor in run.tensors)
@@ -136,6 +141,7 @@ class CommitStats:
             upload_ms=upload_ms,
             compaction_error=compaction_error,
             bytes_reused=bytes_reused,
+            superseded=superseded,
         )
 
 
@@ -197,6 +203,9 @@ class VersionWriter:
         """The payloads of this writer's newest part, so that they are not read back."""
         self._merged: list[Payload] = []
         """The payloads of the manifest that this writer built last."""
+        self._public_key = signer.public_key if signer else ""
+        self._run_object: ObjectMeta | None = None
+        """The run's description when it was read last."""
         self.head_checked = False
         """True if the run's newest manifest is known to be the baseline's."""
         if mirror.version >= 0:
@@ -399,6 +408,25 @@ class VersionWriter:
             return read_manifest(self.bucket, self.run, version)
         except CorruptError:
             return read_manifest(self.bucket, self.run, version)
+
+    def check_run(self) -> None:
+        """Checks that the bucket still describes this run: readers need it.
+
+        Raises `InputError`.
+        """
+        found = self.bucket.head(keys.RUN) or self.bucket.head(keys.RUN)
+        if found is not None and found == self._run_object:
+            return
+        held = None if found is None else read_run(self.bucket, public_key=self._public_key)
+        if held is None or held.id != self.run.id:
+            what = "has disappeared" if held is None else "describes another run"
+            raise InputError(
+                f"{keys.RUN} {what}, so no reader can use what is published here",
+                hint="put it back, for example from a relay; or start a new run elsewhere",
+                run=self.bucket.url,
+                key=keys.RUN,
+            )
+        self._run_object = found
 
     def confirm(self, manifest: Manifest, encoded: Encoded) -> None:
         """Checks after the commit that retention deleted neither the version nor its blobs.

@@ -323,8 +323,12 @@ class CompactionThread:
             self._version = version
             self._first = version if self._first < 0 else self._first
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="compactor", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="compactor", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # The interpreter ends.
+                    return
+                self._thread = thread
             self._wake.notify()
 
     def close(self) -> None:

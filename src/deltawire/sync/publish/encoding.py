@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import RetryError
 from deltawire.store import Bucket
+from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import put_blob
 from deltawire.sync.follow.fetch import (
@@ -97,7 +98,7 @@ class BlobWriter:
     def __init__(self, bucket: Bucket, *, blob_bytes: int = BLOB_BYTES) -> None:
         self._bucket = bucket
         self._blob_bytes = blob_bytes
-        self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="uploader")
+        self._pool = WorkerThreads(UPLOADS, thread_name_prefix="uploader")
         self._uploads: list[Future[BlobRef]] = []
         self._running: deque[tuple[Future[BlobRef], int]] = deque()
         self._parts: list[bytes] = []
@@ -219,7 +220,7 @@ def encode_deltas(
         (chunk,) = batch
         return [encode_chunk(run, chunk, bits_at(base, chunk), bits_at(target, chunk), sums[chunk])]
 
-    with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
+    with WorkerThreads(count, thread_name_prefix="encoder") as pool:
         for coded in in_order(pool, encode, batches(chunks, _elements_of), ahead=2 * count):
             yield from coded
 
@@ -284,7 +285,7 @@ def encode_anchors(
         payload = codec.encode_full(bits, run.tensors[chunk.tensor].dtype, threads=1)
         return EncodedChunk(chunk, payload, digest, digest, chunk.count)
 
-    with ThreadPoolExecutor(count, thread_name_prefix="encoder") as pool:
+    with WorkerThreads(count, thread_name_prefix="encoder") as pool:
         yield from in_batches(pool, encode, chunks, elements=_elements_of, ahead=count)
 
 
@@ -297,7 +298,7 @@ def digest_chunks(
         return chunk, codec.digest_bits(chunk.name, bits_at(mirror, chunk), chunk.start)
 
     count = threads_of(threads)
-    with ThreadPoolExecutor(count, thread_name_prefix="digester") as pool:
+    with WorkerThreads(count, thread_name_prefix="digester") as pool:
         return dict(in_batches(pool, one, chunks, elements=_elements_of, ahead=4 * count))
 
 

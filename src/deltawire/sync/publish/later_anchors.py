@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from deltawire.codec import Digest
 from deltawire.errors import BugError, DeltawireError, InputError
+from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import newest_retention_floor, read_compacted_delta
 from deltawire.sync.chain.payloads import store_payload, table_blobs
 from deltawire.sync.follow.mirror import Mirror
@@ -79,7 +80,7 @@ class LaterAnchors:
         self._on_anchor = on_anchor
         self._commit = commit or self.create
         self._refuse = refuse
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="anchors")
+        self._pool = WorkerThreads(1, thread_name_prefix="anchors")
         self._running: Future[AnchorStats] | None = None
         self._mirror: Mirror | None = None
 

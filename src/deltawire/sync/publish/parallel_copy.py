@@ -5,12 +5,13 @@ waits for the copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
 import numpy as np
 
 from deltawire.codec import Bits
 from deltawire.codec.delta import cores
+from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.publish.lazy_tensor import LazyTensor
 
 PART_BYTES = 8 << 20
@@ -29,7 +30,7 @@ class Copier:
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads or cores()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: WorkerThreads | None = None
 
     def copy(
         self,
@@ -70,9 +71,9 @@ class Copier:
         for copied in running:
             copied.result()
 
-    def _started(self) -> ThreadPoolExecutor:
+    def _started(self) -> WorkerThreads:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="copier")
+            self._pool = WorkerThreads(self._threads, thread_name_prefix="copier")
         return self._pool
 
     def close(self) -> None:

@@ -19,41 +19,44 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
 from deltawire import codec
 from deltawire.codec import Digest
-from deltawire.errors import CorruptError, FencedError, InputError
+from deltawire.errors import CorruptError, DeltawireError, FencedError, InputError
 from deltawire.store import Bucket
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.publish.anchor_schedule import AnchorSchedule
+from deltawire.sync.publish.announcement import Announcer, announcing
 from deltawire.sync.publish.commit import (
     CommitStats,
     Encoded,
     VersionWriter,
     create_manifest,
 )
+from deltawire.sync.publish.commit_thread import CommittedLateError, CommitThread, StagedVersion
 from deltawire.sync.publish.compaction import COMPACTION_STRIDES, CompactionThread
 from deltawire.sync.publish.encoding import BLOB_BYTES
 from deltawire.sync.publish.given_tensors import check_mapping, memory_key
 from deltawire.sync.publish.later_anchors import AnchorStats, LaterAnchors
 from deltawire.sync.publish.lazy_tensor import LazyTensor
+from deltawire.sync.publish.outage import Outage
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec
 from deltawire.wire.seal import Signer
 
 
-@dataclass(frozen=True)
-class _Step:
-    """Staged weights that are to become a version."""
+@dataclass
+class _Step(StagedVersion):
+    """Staged weights with what their manifest states."""
 
-    version: int
     metadata: dict[str, Any]
     blocked_ms: float
     files: list[ModelFile] | None = None
@@ -82,15 +85,21 @@ class Publisher:
     ``frozen`` are not expected to change: anchors list their blobs again instead of uploading them.
     It is only a hint, and needed only for version 0.
 
-    Not for use by several threads at once.
+    If the store does not answer, the next call raises `RetryError`. With ``max_outage``, in
+    seconds, publishing goes on for that long (None is no limit): the version is tried again, and
+    the next `publish` supersedes it. ``outage`` has the figures, and a warning is logged once a
+    minute.
+
+    Use it as a context, or close it. If the interpreter ends without that, or SIGTERM comes and the
+    program does not handle it, the last version is waited for (see `interpreter_exit`). Not for use
+    by several threads at once, nor in a forked child.
 
     Example::
 
-        publisher = open_publisher(bucket, model.state_dict())
-        for step in range(1000):
-            train(model)
-            publisher.publish(model.state_dict())
-        publisher.close()
+        with open_publisher(bucket, model.state_dict()) as publisher:
+            for step in range(1000):
+                train(model)
+                publisher.publish(model.state_dict())
     """
 
     def __init__(
@@ -110,9 +119,12 @@ class Publisher:
         on_anchor: Callable[[AnchorStats], None] | None = None,
         newest: int = -1,
         frozen: Collection[str] = (),
+        max_outage: float | None = 0.0,
+        announce: bool = False,
     ) -> None:
+        self.outage = Outage(bucket.url, max_outage)
         self._writer = VersionWriter(
-            bucket,
+            self.outage.over(bucket),
             run,
             mirror,
             epoch=epoch,
@@ -127,9 +139,9 @@ class Publisher:
         self.run = run
         self._on_commit = on_commit
         self._anchors = LaterAnchors(self._writer, on_anchor=on_anchor)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._commits = CommitThread(self.bucket.url, "publisher", self.outage)
+        self._announcer = Announcer(self.bucket, run, epoch, signer) if announce else None
         self._copier = Copier(threads)
-        self._pending: Future[None] | None = None
         self._submitted = -1
         self._fenced: FencedError | None = None
         self._nonces: set[str] = set()
@@ -174,14 +186,14 @@ class Publisher:
     def committing(self) -> Future[None] | None:
         """The commit of the version in progress, for other threads to wait for; None without
         one."""
-        return self._pending
+        return self._commits.pending
 
     @property
     def next_version(self) -> int:
         """The version number of the next `publish`. It may be more than one above the newest
         version: numbers that unreadable objects occupy are skipped.
         """
-        if self._pending is not None:
+        if self._commits.pending is not None:
             return max(self._submitted + 1, self._writer.next_version)
         return self._writer.next_version
 
@@ -193,8 +205,10 @@ class Publisher:
         metadata: dict[str, Any] | None = None,
         files: list[ModelFile] | None = None,
         expected: Digest | None = None,
+        wait: bool = False,
     ) -> int:
-        """Copies ``tensors``, commits them in the background, and returns their version number.
+        """Copies ``tensors``, commits them in the background, and returns their version number;
+        with ``wait``, once they are committed.
 
         ``tensors`` maps names to contiguous arrays or CPU tensors of the run's shapes and dtypes;
         of tied ones, any name or all. With ``partial``, tensors that are left out keep their bits
@@ -210,16 +224,30 @@ class Publisher:
         started = time.perf_counter()
         check_mapping(tensors)
         checked = self._writer.check_metadata(metadata)
-        self.flush()
-        self.settle()
+        superseding = self._supersede()
         self._anchors.leave(self._writer.staging)
-        pairs = self._pairs(tensors, partial=partial)
-        self._copier.copy(pairs, touched=self._writer.touched)
+        pairs = self._pairs(tensors, partial=partial, superseding=superseding)
+        self._commits.forget()
+        version = self._submitted = self._writer.next_version
+        with announcing(self._announcer, version, checked):
+            self._copier.copy(pairs, touched=self._writer.touched)
         blocked_ms = (time.perf_counter() - started) * 1e3
-        step = _Step(self._writer.next_version, checked, blocked_ms, files, expected)
-        self._submitted = step.version
-        self._pending = self._pool.submit(self._commit, step)
-        return step.version
+        step = _Step(version, checked, blocked_ms, files, expected)
+        self._commits.submit(step, lambda: self._commit(step))
+        if wait:
+            self.flush()
+        return version
+
+    def _supersede(self) -> bool:
+        """Waits for the previous version; returns whether it was given up and is superseded."""
+        if self._fenced is not None:
+            self.flush()
+        if self._commits.supersede():
+            self.settle()
+            return False
+        # If the bucket has it after all, the next attempt finds its nonce and builds on it.
+        self._unanswered = None
+        return True
 
     def holds(self, tensors: Mapping[str, Any]) -> bool:
         """Returns whether the newest version has the bits of ``tensors``, which may be some of the
@@ -243,21 +271,15 @@ class Publisher:
     def flush(self) -> None:
         """Waits until the version in progress is committed; raises its error."""
         if self._fenced is not None:
-            self._pending = None
+            self._commits.pending = None
             raise self._fenced
-        if self._pending is not None:
-            try:
-                self._pending.result()
-            finally:
-                # An interrupt while waiting leaves it in progress, so it must be remembered.
-                if self._pending.done():
-                    self._pending = None
+        self._commits.wait()
 
     def raise_failure(self) -> None:
         """Raises the error of a version that could not be committed, as `flush` does, but does not
         wait for one that is in progress. A caller that waits for readers of the version calls it.
         """
-        if self._pending is not None and self._pending.done():
+        if (pending := self._commits.pending) is not None and pending.done():
             self.flush()
 
     def wait_for_anchor(self) -> None:
@@ -279,6 +301,7 @@ class Publisher:
             found = self._writer.find(attempt.manifest.version)
             if found is not None:
                 self._check_mine(found, attempt.manifest)
+                self._writer.check_run()
                 self._writer.confirm(attempt.manifest, attempt.encoded)
         except FencedError as error:
             self._fenced = error
@@ -287,25 +310,45 @@ class Publisher:
             self._advance(attempt, 0.0, 0.0)
         self._unanswered = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes the publisher; an error that is under way is not replaced by that of a version."""
+        try:
+            self.close()
+        except DeltawireError as failure:
+            if error is None:
+                raise
+            error.add_note(f"the last version was not committed: {failure}")
+
     def close(self) -> None:
         """Waits for the version in progress, and the anchor and compactions that are due, and ends
-        the threads.
+        the threads. In a forked child does nothing.
         """
+        if self._commits.inherited:
+            return
         try:
-            if self._pending is not None:
-                self.flush()
+            self._commits.close()
         finally:
-            self._pool.shutdown()
+            if self._announcer is not None:
+                self._announcer.close()
             self._anchors.close()
             self._copier.close()
             self.compaction.close()
             self._writer.close()
 
     def _pairs(
-        self, tensors: Mapping[str, Any], *, partial: bool
+        self, tensors: Mapping[str, Any], *, partial: bool, superseding: bool = False
     ) -> list[tuple[Bits, Bits | LazyTensor]]:
         """Checks all tensors and pairs each with its place in the staging buffers. Tensors left out
-        are paired with the baseline's bits if the staged ones may differ.
+        are paired with the baseline's bits if the staged ones may differ, and keep their staged
+        bits if these are of a version that is superseded.
         """
         staging, differing = self._writer.staging, self._writer.differing
         given: dict[str, Any] = {}
@@ -332,8 +375,9 @@ class Publisher:
                     run=self.bucket.url,
                 )
         kept = self._writer.baseline.tensors
-        found |= {name: kept[name] for name in rest if name in differing}
-        differing.difference_update(rest)
+        if not superseding:
+            found |= {name: kept[name] for name in rest if name in differing}
+            differing.difference_update(rest)
         differing.update(given)
         return [(staging.tensors[name], bits) for name, bits in found.items()]
 
@@ -355,7 +399,11 @@ class Publisher:
 
     def _commit(self, step: _Step) -> None:
         try:
-            self._commit_step(step)
+            if self._unanswered is not None:
+                self.settle()
+            if not step.committed:
+                step.version = self._writer.next_version  # Another after a late commit.
+                self._commit_step(step)
         except FencedError as error:
             self._fenced = error
             raise
@@ -390,12 +438,14 @@ class Publisher:
                 self._unanswered = None  # Another object has the name, so this one was not stored.
             raise
         self._check_mine(created, manifest)
+        self._writer.check_run()
         self._writer.confirm(manifest, encoded)
         self._advance(attempt, encoded_at - started, time.perf_counter() - encoded_at)
 
     def _advance(self, attempt: _Attempt, encode_s: float, upload_s: float) -> None:
         manifest = attempt.manifest
         self._writer.advance(manifest, attempt.encoded)
+        attempt.step.committed = True
         self._anchors.consider(manifest, attempt.encoded.sums)
         self._unanswered = None
         self._nonces.clear()
@@ -411,6 +461,7 @@ class Publisher:
                     upload_ms=upload_s * 1e3,
                     compaction_error=str(self.compaction.error or ""),
                     bytes_reused=self._writer.bytes_reused,
+                    superseded=self.outage.superseded,
                 )
             )
 
@@ -422,7 +473,7 @@ class Publisher:
             # An earlier attempt that seemed lost was committed after all. The baseline moves to it;
             # the caller expects another number for these weights, so this is an error.
             self._adopt(found)
-            raise InputError(
+            raise CommittedLateError(
                 "an earlier attempt at this version was committed late",
                 hint="publish again: the weights become the version after it",
                 run=self.bucket.url,

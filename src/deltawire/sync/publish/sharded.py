@@ -26,7 +26,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,20 +35,24 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError, RetryError
 from deltawire.store import Bucket, in_parallel
+from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import check_signed
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.publish.anchor_schedule import AnchorSchedule
+from deltawire.sync.publish.announcement import Announcer, announcing
 from deltawire.sync.publish.commit import (
     CommitStats,
     VersionWriter,
     create_manifest,
 )
+from deltawire.sync.publish.commit_thread import CommitThread, StagedVersion
 from deltawire.sync.publish.compaction import CompactionThread
 from deltawire.sync.publish.encoding import BLOB_BYTES
 from deltawire.sync.publish.later_anchors import AnchorStats, LaterAnchors
 from deltawire.sync.publish.merging import merge_payloads
 from deltawire.sync.publish.offload import offloaded_mirror
+from deltawire.sync.publish.outage import Outage
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.wire import keys
 from deltawire.wire.coordination import (
@@ -131,7 +135,10 @@ class ShardPublisher:
     on all ranks and must be new in this run; ``epoch`` is as for `Publisher`. After one failure the
     session is over: every later call raises the same error. On the leader, ``on_commit`` is called
     after each commit, in the publisher's thread, ``on_anchor`` after each anchor, in another, and
-    compacted deltas are made over ``compaction_strides``.
+    compacted deltas are made over ``compaction_strides``. ``max_outage`` is as for `Publisher`,
+    but the next `publish` waits for the version: ranks that did not all know whether it is
+    committed could not replace it. At the interpreter's end each rank waits a limited time (see
+    `commit_thread`), without asking the others.
 
     Example::
 
@@ -160,11 +167,14 @@ class ShardPublisher:
         blob_bytes: int = BLOB_BYTES,
         on_commit: Callable[[CommitStats], None] | None = None,
         on_anchor: Callable[[AnchorStats], None] | None = None,
+        max_outage: float | None = 0.0,
+        announce: bool = False,
     ) -> None:
         if not 0 <= rank < ranks:
             raise InputError(f"rank {rank} of {ranks}", hint="ranks count from 0")
+        self.outage = Outage(bucket.url, max_outage)
         self._writer = VersionWriter(
-            bucket,
+            self.outage.over(bucket),
             run,
             mirror,
             epoch=epoch,
@@ -196,10 +206,11 @@ class ShardPublisher:
             refuse=self._refuse,
         )
         self._submitted = -1
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shards")
-        self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="parts")
+        self._commits = CommitThread(self.bucket.url, "shards", self.outage, ranks=True)
+        announcer = announce and rank == LEADER
+        self._announcer = Announcer(self.bucket, run, epoch, signer) if announcer else None
+        self._cleaner = WorkerThreads(1, thread_name_prefix="parts")
         self._copier = Copier(threads)
-        self._pending: Future[None] | None = None
         self._failure: BaseException | None = None
         keys.part(0, session, rank)  # Refuse a session that cannot be part of an object's name now.
 
@@ -244,14 +255,14 @@ class ShardPublisher:
     def committing(self) -> Future[None] | None:
         """The commit of the version in progress, for other threads to wait for; None without
         one."""
-        return self._pending
+        return self._commits.pending
 
     @property
     def next_version(self) -> int:
         """The version number of the next `publish`, the same on all ranks unless an unreadable
         object occupies it meanwhile; see `Publisher.next_version`.
         """
-        if self._pending is not None:
+        if self._commits.pending is not None:
             return max(self._submitted + 1, self._writer.next_version)
         return self._writer.next_version
 
@@ -261,52 +272,58 @@ class ShardPublisher:
         *,
         partial: bool = False,
         metadata: dict[str, Any] | None = None,
+        wait: bool = False,
     ) -> int:
         """Copies this rank's ``shards`` and commits them with the other ranks' as the next version.
 
         ``shards`` maps names to contiguous flat or shaped arrays or CPU tensors, of as many
         elements as the mirror holds. With ``partial``, shards that are left out keep their bits at
         no cost. Returns the version, which is committed in the background with the leader's
-        ``metadata``. Raises the error of the previous version, and `InputError` for shards that do
-        not match the mirror, or too much metadata.
+        ``metadata``; with ``wait``, before this returns. Raises the error of the previous version,
+        and `InputError` for shards that do not match the mirror, or too much metadata.
         """
         started = time.perf_counter()
         checked = self._writer.check_metadata(metadata)
+        self._commits.check_process()
         self.flush()
-        self._stage(shards, partial=partial)
-        blocked_ms = (time.perf_counter() - started) * 1e3
+        self._commits.forget()
         self._submitted = version = self._writer.next_version
-        self._pending = self._pool.submit(self._commit, version, checked, blocked_ms)
+        with announcing(self._announcer, version, checked):
+            self._stage(shards, partial=partial)
+        blocked_ms = (time.perf_counter() - started) * 1e3
+        step = StagedVersion(version)
+        self._commits.submit(step, lambda: self._commit(step, checked, blocked_ms))
+        if wait:
+            self.flush()
         return version
 
     def flush(self) -> None:
         """Waits until the version in progress is committed; raises its error."""
         if self._failure is not None:
             raise self._failure
-        if self._pending is None:
-            return
         try:
-            self._pending.result()
+            self._commits.wait()
         except BaseException as error:
-            if self._pending.done():
+            if self._commits.pending is None:
                 self._failure = error
             raise
-        self._pending = None
 
     def raise_failure(self) -> None:
         """Raises the error of a version that could not be committed, as `flush` does, but does not
         wait for one that is in progress. A caller that waits for readers of the version calls it.
         """
-        if self._pending is not None and self._pending.done():
+        if (pending := self._commits.pending) is not None and pending.done():
             self.flush()
 
     def close(self) -> None:
         """Waits for the version in progress and ends the threads."""
+        if self._commits.inherited:
+            return
         try:
-            if self._failure is None:
-                self.flush()
+            self._commits.close()
         finally:
-            self._pool.shutdown()
+            if self._announcer is not None:
+                self._announcer.close()
             self._anchors.close()
             self._cleaner.shutdown()
             self._copier.close()
@@ -335,16 +352,19 @@ class ShardPublisher:
             touched=self._writer.touched,
         )
 
-    def _commit(self, version: int, metadata: dict[str, Any], blocked_ms: float) -> None:
+    def _commit(self, step: StagedVersion, metadata: dict[str, Any], blocked_ms: float) -> None:
         try:
-            self._commit_version(version, metadata, blocked_ms)
+            self._commit_version(step, metadata, blocked_ms)
         except RetryError:
             raise
         except Exception as error:
-            self._refuse(version, error)
+            self._refuse(step.version, error)
             raise
 
-    def _commit_version(self, version: int, metadata: dict[str, Any], blocked_ms: float) -> None:
+    def _commit_version(
+        self, step: StagedVersion, metadata: dict[str, Any], blocked_ms: float
+    ) -> None:
+        version = step.version
         started = time.perf_counter()
         self._writer.check_head()
         if self._writer.whole:
@@ -361,10 +381,12 @@ class ShardPublisher:
             changed = sum(part.changed for part in parts)
             manifest, data = self._writer.merge(parts, nonce=self._session, metadata=metadata)
             manifest = self._check_mine(create_manifest(self._writer, manifest, data))
+            self._writer.check_run()
         else:
             manifest = self._await_manifest(version)
         self._writer.confirm(manifest, encoded)
         self._writer.advance(manifest, encoded)
+        step.committed = True
         self._anchors.consider(manifest, encoded.sums)
         if self.rank != LEADER:
             return

@@ -27,6 +27,7 @@ from deltawire.sync.chain.objects import (
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import empty_mirror
+from deltawire.sync.publish.announcement import warn_of_uncommitted
 from deltawire.sync.publish.given_tensors import MemoryKey, check_names, memory_key
 from deltawire.sync.publish.lazy_tensor import LazyTensor
 from deltawire.sync.publish.model_files import INDEX, other_files
@@ -179,13 +180,16 @@ def _continued(
     if newest is not None and mirror is not None and mirror.version != newest.version:
         held = read_manifest(bucket, run, mirror.version)
     epochs = [manifest.epoch for manifest in (newest, held) if manifest]
+    head = -1 if newest is None else newest.version
+    warn_of_uncommitted(bucket, run, head)
     return Publisher(
         bucket,
         run,
         empty if mirror is None else mirror,
         epoch=max(epochs, default=-1) + 1,
-        newest=-1 if newest is None else newest.version,
+        newest=head,
         signer=signer,
+        announce=True,
         **options,
     )
 

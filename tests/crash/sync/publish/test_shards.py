@@ -273,5 +273,5 @@ def test_oversize_metadata_is_refused_before_anything_is_staged(bucket):
     with pytest.raises(InputError, match="metadata"):
         publisher.publish(shards(0, 0), metadata={"x": "y" * (1 << 20)})
     assert len(bucket.operations) == before
-    assert publisher._pending is None
+    assert publisher._commits.pending is None
     close([publisher])

@@ -81,7 +81,7 @@ def test_a_wrong_model_is_refused_and_nothing_is_harmed(bucket, publisher):
 
 def test_changes_to_the_arrays_after_publish_do_not_matter(bucket, publisher):
     gate = threading.Event()
-    publisher._pool.submit(gate.wait)
+    publisher._commits._pool.submit(gate.wait)
     tensors = weights(0)
     publisher.publish(tensors)
     for array in tensors.values():
@@ -187,7 +187,7 @@ def test_close_raises_the_pending_error_and_ends_the_thread(bucket):
     publisher.publish(weights(0))
     with pytest.raises(RetryError):
         publisher.close()
-    assert not any(thread.is_alive() for thread in publisher._pool._threads)
+    assert not any(thread.is_alive() for thread in publisher._commits._pool._threads)
     publisher.close()
 
 
@@ -286,17 +286,17 @@ def test_an_interrupt_while_waiting_loses_nothing(bucket, publisher, monkeypatch
     publisher.publish(weights(0))
     publisher.flush()
     gate = threading.Event()
-    publisher._pool.submit(gate.wait)
+    publisher._commits._pool.submit(gate.wait)
     publisher.publish(weights(1))
-    real = publisher._pending.result
+    real = publisher._commits.pending.result
 
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(publisher._pending, "result", interrupted)
+    monkeypatch.setattr(publisher._commits.pending, "result", interrupted)
     with pytest.raises(KeyboardInterrupt):
         publisher.flush()
-    monkeypatch.setattr(publisher._pending, "result", real)
+    monkeypatch.setattr(publisher._commits.pending, "result", real)
     gate.set()
     assert publisher.publish(weights(2)) == 2
     publisher.flush()
