@@ -6,8 +6,12 @@ that decide at once one succeeds, and the other reads what was decided and decid
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
+
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket
+from deltawire.sync.chain.evidence import Absent, Sound, Unknown, evidence_of
 from deltawire.wire import keys
 from deltawire.wire.decisions import MAX_DECISION_BYTES, RESTORES, Decision, fault_after
 from deltawire.wire.objects import decode_json, encode_json
@@ -56,9 +60,12 @@ class DecisionLog:
     def append(self, decision: Decision) -> bool:
         """Stores the next decision; returns False, after reading it, if there is one already.
 
+        Decisions that are void are read again first: were one valid, this one might be another.
         Raises `InputError` for a decision that cannot follow the newest, and `RetryError` if the
         store does not answer: then it may be stored, and `poll` tells.
         """
+        if self.void and self._read_again():
+            return False
         if decision.number != self.next_number or decision.run != self.run:
             raise InputError(f"the next decision of this run is number {self.next_number}")
         if fault := fault_after(self.newest, decision):
@@ -101,20 +108,49 @@ class DecisionLog:
             since = decision.at
         return since
 
+    def _read_again(self) -> bool:
+        """Reads the series from its beginning; returns whether it is another than was read
+        before."""
+        there = DecisionLog(self._bucket, self.run)
+        there.poll()
+        changed = there.decisions != self.decisions
+        self.decisions, self.void = there.decisions, there.void
+        return changed
+
     def _read(self, number: int) -> bool:
+        """Reads a decision; returns whether there is one.
+
+        An object without a signature counts once two answers agree. One that every answer refuses
+        is void.
+        """
         key = keys.live_decision(number)
-        try:
-            data = self._bucket.get(key, limit=MAX_DECISION_BYTES)
-            if data is None:
+        get = partial(self._bucket.get, key, limit=MAX_DECISION_BYTES)
+        first_answer: list[bytes] = []
+
+        def read() -> Decision | None:
+            first, second = first_answer.pop() if first_answer else get(), get()
+            if first is None or second is None:
+                return None
+            if first != second:
+                raise CorruptError("two answers to the same read differ")
+            found = decode_json(first, Decision, run=self._bucket.url, key=key)
+            if (found.number, found.run) != (number, self.run):
+                raise CorruptError("a decision of another run or number")
+            return found
+
+        with suppress(CorruptError):  # Only the answer may be damaged: it is asked for again.
+            answer = get()
+            if answer is None:
+                return False  # None yet, or one bad answer: the next poll asks again.
+            first_answer.append(answer)
+        match evidence_of(self._bucket, key, read):
+            case Absent():
                 return False
-            decision = decode_json(data, Decision, run=self._bucket.url, key=key)
-        except CorruptError as error:
-            self.void[number] = error.message
-            return True
-        if (decision.number, decision.run) != (number, self.run):
-            self.void[number] = "a decision of another run or number"
-        elif fault := fault_after(self.newest, decision):
-            self.void[number] = fault
-        else:
-            self.decisions.append(decision)
+            case Unknown(error):
+                self.void[number] = error.message
+            case Sound(decision):
+                if fault := fault_after(self.newest, decision):
+                    self.void[number] = fault
+                else:
+                    self.decisions.append(decision)
         return True

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.export.shards import local_part
 from deltawire.store import Bucket, RetryingBucket
+from deltawire.sync.chain.evidence import listed_twice
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.train.checkpoint_storage import (
     BucketReader,
@@ -216,7 +217,7 @@ def release_checkpoint(bucket: Bucket, version: int, *, keep: int = KEPT) -> Non
 
 def kept_checkpoints(bucket: Bucket) -> set[int]:
     """Lists the versions whose states `keep_checkpoint` keeps."""
-    marks = (key.rpartition("/") for key in bucket.list(keys.CHECKPOINTS))
+    marks = (key.rpartition("/") for key in listed_twice(bucket, keys.CHECKPOINTS))
     found = {keys.trailing_number(folder) for folder, _, name in marks if name == "kept"}
     return {version for version in found if version is not None}
 
@@ -224,10 +225,11 @@ def kept_checkpoints(bucket: Bucket) -> set[int]:
 def _remove_old(bucket: Bucket, keep: int) -> None:
     """Removes everything older than what is kept, commits first.
 
-    That includes parts without a commit, left by an interrupted removal.
+    That includes parts without a commit, left by an interrupted removal. A listing that came back
+    short would lack the marks of states that are kept.
     """
-    kept = checkpoint_versions(bucket)[-keep:]
-    listed = bucket.list(keys.CHECKPOINTS)  # Sorted: a commit comes before its parts.
+    listed = listed_twice(bucket, keys.CHECKPOINTS)  # Sorted: a commit comes before its parts.
+    kept = _committed(listed)[-keep:]
     marked = {key.rpartition("/")[0] for key in listed if key.endswith("/kept")}
     for key in listed:
         folder = key.rpartition("/")[0]
@@ -312,8 +314,12 @@ def _cause_of(error: CheckpointException) -> BaseException:
 
 def checkpoint_versions(bucket: Bucket) -> list[int]:
     """Lists the versions with a commit, oldest first."""
+    return _committed(bucket.list(keys.CHECKPOINTS))
+
+
+def _committed(listed: Iterable[str]) -> list[int]:
     found = []
-    for key in bucket.list(keys.CHECKPOINTS):
+    for key in listed:
         parts = key.split("/")
         number = keys.trailing_number(parts[1]) if len(parts) == 3 else None
         if number is not None and key == keys.checkpoint_commit(number):

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from deltawire.store import Bucket, in_parallel
 from deltawire.sync import read_manifest
-from deltawire.sync.chain.evidence import listed_twice, require_evidence
+from deltawire.sync.chain.evidence import Sound, listed_twice
+from deltawire.sync.chain.history import evidence_of_version
+from deltawire.sync.chain.objects import versions_listed_twice
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.manifest import Manifest
@@ -58,13 +60,7 @@ class UserGroups:
         """
         if not self._groups:
             return
-        after = keys.manifest(self._read_to) if self._read_to >= 0 else None
-        listed = listed_twice(self._bucket, keys.MANIFESTS, after=after)
-        versions = [
-            version
-            for key in listed
-            if (version := keys.trailing_number(key)) is not None and key == keys.manifest(version)
-        ]
+        versions = versions_listed_twice(self._bucket, newer_than=self._read_to)
         for start in range(0, len(versions), READERS):
             part = versions[start : start + READERS]
             for manifest in in_parallel(self._bucket, self._manifest, part, at_once=READERS):
@@ -87,7 +83,8 @@ class UserGroups:
 
     def _manifest(self, version: int) -> Manifest | None:
         read = partial(read_manifest, self._bucket, self._run, version)
-        return require_evidence(self._bucket, keys.manifest(version), read)
+        found = evidence_of_version(self._bucket, self._run, version, read)
+        return found.value if isinstance(found, Sound) else None
 
     def _add(self, manifest: Manifest) -> None:
         version = manifest.version

@@ -9,9 +9,10 @@ from functools import partial
 from deltawire.runtime.retained import RetainedFile
 from deltawire.store import Bucket
 from deltawire.store.parallel import REQUESTS, in_parallel
-from deltawire.sync import committed_versions, read_manifest
+from deltawire.sync import read_manifest
 from deltawire.sync.chain.evidence import Sound
 from deltawire.sync.chain.history import evidence_of_version
+from deltawire.sync.chain.objects import versions_listed_twice
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.run import Run
@@ -54,11 +55,11 @@ class RolloutRetention:
         """Deletes what is not kept; returns the number of groups. Raises `RetryError`, and
         `UnreadableError` if the floors cannot be read."""
         floor = min(newest - self._keep, oldest_checkpoint) + 1
-        if not self._keep or floor <= 1 or floor <= (first := self._floors.read().rollouts):
+        if not self._keep or floor <= 1 or floor < (first := self._floors.read().rollouts):
             return 0
         # The version before the old floor is repeated: its deletion may have been interrupted.
         start = max(first - 1, 1)
-        listed = committed_versions(self._bucket, newer_than=start - 1)
+        listed = versions_listed_twice(self._bucket, newer_than=start - 1)
         versions = [version for version in listed if version < floor]
         deleted, began = 0, self._clock()
         for place in range(0, len(versions), REQUESTS):

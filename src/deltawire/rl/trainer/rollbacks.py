@@ -18,12 +18,14 @@ from deltawire.errors import RetryError
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import Bucket
 from deltawire.sync import read_history, read_manifest
+from deltawire.sync.chain.evidence import listed_twice
 from deltawire.train.checkpoint import (
     checkpoint_versions,
     keep_checkpoint,
     kept_checkpoints,
     release_checkpoint,
 )
+from deltawire.wire import keys
 from deltawire.wire.decisions import UNDECIDED, Decision, RestoreRecord
 from deltawire.wire.ledger import CommitMetadata, ranges_of
 from deltawire.wire.run import Run
@@ -140,7 +142,10 @@ class RollbackWatch:
         newest = self._log.newest
         if newest is None or newest.number == self._kept_for:
             return
-        stored = checkpoint_versions(self._bucket)
+        last = keys.live_decision(self._log.next_number - 1)
+        if listed_twice(self._bucket, keys.LIVE_DECISIONS, after=last):
+            return  # There are newer ones, which may need other states: the next poll reads them.
+        stored = sorted({v for _ in range(2) for v in checkpoint_versions(self._bucket)})
         named = [newest.serving, *([newest.candidate] if newest.candidate else [])]
         wanted = {
             max((one for one in stored if one <= served.version), default=None) for served in named

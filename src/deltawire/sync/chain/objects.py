@@ -251,6 +251,13 @@ def committed_versions(bucket: Bucket, *, newer_than: int | None = None) -> list
     return list(committed_objects(bucket, newer_than=newer_than))
 
 
+def versions_listed_twice(bucket: Bucket, *, newer_than: int | None = None) -> list[int]:
+    """Lists versions as `committed_versions` does, those that one of two listings shows: for a
+    caller that acts on the absence of a version, which a short listing would pretend."""
+    found = [committed_versions(bucket, newer_than=newer_than) for _ in range(2)]
+    return sorted({*found[0], *found[1]})
+
+
 def committed_objects(bucket: Bucket, *, newer_than: int | None = None) -> dict[int, ObjectMeta]:
     """Lists the manifests of all committed versions, or of those above ``newer_than``, in order; a
     reader that holds no version passes -1.
