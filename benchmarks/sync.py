@@ -160,7 +160,6 @@ class _Latency:
         )  # fmt: skip
         self._bucket, self._run = bucket, self._publisher.run
         mirror = load_mirror(bucket, self._run, threads=threads)
-        assert mirror is not None
         self.mirror = mirror
         self._subscriber = Subscriber(bucket, self._run, mirror, threads=threads)
         self._spare = {name: np.zeros_like(bits) for name, bits in steps.tensors.items()}
@@ -306,7 +305,6 @@ def _region(
     publisher.close()
     relay.close()
     mirror = load_mirror(destination, relay.run)
-    assert mirror is not None
     _check_same(steps.tensors, mirror.tensors)
     return (shares[0], shares[1]), _objects(destination, publisher.run, publisher.version)
 

@@ -17,7 +17,7 @@ from benchmarks.training.keys import Measured, Options
 from deltawire.codec import ITEMSIZE
 from deltawire.export.adapter import PREFIX
 from deltawire.store import open_bucket
-from deltawire.sync import read_history, read_manifest, require_run
+from deltawire.sync import read_history, read_manifest, read_run
 
 VERSIONS, ANCHOR_EVERY = 8, 4
 CONFIG = """
@@ -90,7 +90,7 @@ def measure(options: Options) -> Measured:
             raise RuntimeError(f"the run ended with {done.returncode}: {done.stderr[-2000:]}")
         report = json.loads((folder / "out" / "report.json").read_bytes())
         bucket = open_bucket(str(folder / "out" / "bucket"))
-        run = require_run(bucket)
+        run = read_run(bucket)
         history = list(read_history(bucket, run))
         first = read_manifest(bucket, run, 0)
     sizes = {spec.name: spec.count * ITEMSIZE[spec.dtype] for spec in run.tensors}

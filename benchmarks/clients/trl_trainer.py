@@ -156,8 +156,7 @@ def _held(folder: Path) -> list[str]:
     """Loads every version again; returns the digests of what was loaded."""
     bucket = open_bucket(str(folder))
     run = read_run(bucket)
-    assert run is not None
     newest = newest_version(bucket)
     assert newest is not None
     mirrors = (load_mirror(bucket, run, at=version) for version in range(newest + 1))
-    return [codec.digest_model(one.tensors).hex() for one in mirrors if one is not None]
+    return [codec.digest_model(one.tensors).hex() for one in mirrors]

@@ -43,7 +43,6 @@ class MirrorReplica:
 
     def _load(self, version: int) -> None:
         mirror = load_mirror(self._bucket, self._run, at=version)
-        assert mirror is not None
         self.mirror = mirror
 
     @property

@@ -18,10 +18,9 @@ import numpy as np
 
 from benchmarks.hops.rates import TILE, ClockedBucket
 from benchmarks.synthetic import COLUMNS, SyntheticSteps
-from deltawire.errors import BugError
 from deltawire.store import Bucket, MeteredBucket, open_bucket
 from deltawire.store.delegating import DelegatingBucket
-from deltawire.sync import CommitStats, Subscriber, load_mirror, open_publisher, require_run
+from deltawire.sync import CommitStats, Subscriber, load_mirror, open_publisher, read_run
 from deltawire.wire.run import TensorSpec
 
 
@@ -116,10 +115,8 @@ def read(settings: Settings) -> None:
     threading.Thread(target=_end_with_owner, daemon=True).start()
     bucket = MeteredBucket(open_bucket(settings.url, **settings.options))
     polled = PolledBucket(bucket, settings.poll_s)
-    run = require_run(polled)
+    run = read_run(polled)
     mirror = load_mirror(polled, run)
-    if mirror is None:
-        raise BugError("the run has no version to follow")
     subscriber = Subscriber(polled, run, mirror)
     subscriber.advance()
     _write(Reached(version=mirror.version, at=time.monotonic(), read=bucket.read_bytes))

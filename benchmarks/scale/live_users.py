@@ -12,7 +12,7 @@ from deltawire.errors import BugError
 from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.learning.rebuilds import ReleasedGroups
 from deltawire.store import Bucket
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 from deltawire.testing.simulated import SimulatedBucket
 from deltawire.wire import keys
 from deltawire.wire.decisions import FORGETS, Decision, ServedVersion
@@ -47,7 +47,7 @@ def forget_one(versions: int) -> dict[str, Any]:
     )  # fmt: skip
     inner.put(keys.live_lineage("live", 0), encode_json(lineage))
     bucket = SimulatedBucket(inner)
-    run = require_run(inner)
+    run = read_run(inner)
     started = time.perf_counter()
     record = forget_user(bucket, run, USER)
     if record.groups != [("live", 0)]:
@@ -64,7 +64,7 @@ def poll_rolled_back(versions: int) -> dict[str, Any]:
     inner = make_run(versions)
     _decide_to_roll_back(inner, versions)
     bucket = SimulatedBucket(inner, latency_s=0.0)
-    released = ReleasedGroups(bucket, require_run(inner))
+    released = ReleasedGroups(bucket, read_run(inner))
     released.poll()
     counts = []
     for _ in range(POLLS):
@@ -75,7 +75,7 @@ def poll_rolled_back(versions: int) -> dict[str, Any]:
 
 
 def _decide_to_roll_back(bucket: Bucket, versions: int) -> None:
-    run = require_run(bucket)
+    run = read_run(bucket)
     first, newest = (ServedVersion(version, run.digest) for version in (0, versions - 1))
     series = [
         Decision(number=0, run=run.id, verdict="serve", serving=first, at=0.0, by="bench"),

@@ -35,7 +35,7 @@ from deltawire.rl.control.challenges import nonce_of
 from deltawire.rl.trainer import entry  # noqa: F401 - imported before forking
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import read_history, read_manifest, require_run
+from deltawire.sync import read_history, read_manifest, read_run
 from deltawire.sync.publish import commit, publisher, sharded
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.checkpoint_storage import BucketWriter
@@ -174,14 +174,14 @@ def begin(
 
 def digests(bucket: Bucket) -> list[str]:
     """The digest of each version, from 0 on."""
-    run = require_run(bucket)
+    run = read_run(bucket)
     first = read_manifest(bucket, run, 0)
     return [one.digest for one in (first, *read_history(bucket, run)) if one is not None]
 
 
 def metadata_of(bucket: Bucket) -> list[CommitMetadata]:
     """Returns the commit metadata of each version after 0."""
-    history = read_history(bucket, require_run(bucket))
+    history = read_history(bucket, read_run(bucket))
     return [CommitMetadata.of(one.metadata, run="", version=one.version) for one in history]
 
 

@@ -10,7 +10,7 @@ import sys
 
 from deltawire import train
 from deltawire.store import open_bucket
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 
 PROMPTS = ("abc>", "bca>", "cab>", "aab>", "bbc>", "cca>")
 
@@ -34,7 +34,7 @@ def main(model: str, run_url: str, teacher_url: str, steps: int = 80) -> list[fl
     bucket = open_bucket(teacher_url)
     divergences = []
     with (
-        train.SamplingClient(bucket, require_run(bucket), kind="inflight") as teacher,
+        train.SamplingClient(bucket, read_run(bucket), kind="inflight") as teacher,
         train.TrainingClient.create(run_url, model) as client,
     ):
         student = client.create_sampling_client(0, kind="inflight", max_lag=0)

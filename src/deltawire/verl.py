@@ -30,7 +30,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from deltawire.errors import InputError, RetryError
 from deltawire.placement.layout import TORCH_DTYPES
 from deltawire.store import Bucket, RetryingBucket, open_bucket
-from deltawire.sync import load_mirror, newest_version, open_publisher, read_run
+from deltawire.sync import find_run, load_mirror, newest_version, open_publisher, read_run
 from deltawire.sync.follow.mirror import Mirror, rows_of
 from deltawire.sync.publish.commit import STEP_RECORD
 from deltawire.sync.publish.publisher import Publisher
@@ -83,7 +83,7 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return None
         if self._publisher is None:
             bucket = RetryingBucket.over(open_bucket(self.run, create=True))
-            if read_run(bucket) is None or newest_version(bucket) is None:
+            if find_run(bucket) is None or newest_version(bucket) is None:
                 return {"version": 0}
             self._publisher = continue_publisher(bucket)
         self._publisher.flush()
@@ -163,8 +163,6 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 )
             time.sleep(bucket.poll_s)
         run = read_run(bucket)
-        assert run is not None
         mirror = load_mirror(bucket, run, at=self._version, into=self._mirror)
-        assert mirror is not None
         self._mirror = mirror
         return run, mirror

@@ -9,7 +9,13 @@ import pytest
 from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError
 from deltawire.store import open_bucket
-from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest, read_run
+from deltawire.sync import (
+    Subscriber,
+    load_mirror,
+    newest_version,
+    read_manifest,
+    read_run,
+)
 from deltawire.sync.chain.objects import newest_retention_floor, read_compacted_delta
 from deltawire.sync.chain.payloads import read_payload
 from deltawire.sync.follow.fetch import decode_delta

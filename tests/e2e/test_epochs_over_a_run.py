@@ -20,7 +20,7 @@ from deltawire.rl.control.draws import RUN_STREAM
 from deltawire.rl.control.rollout_reader import read_group
 from deltawire.runtime.fleet import read_trainer
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import read_manifest, read_run
+from deltawire.sync import find_run, read_manifest
 from deltawire.wire.ledger import CommitMetadata
 
 pytestmark = [pytest.mark.drills, pytest.mark.timeout(300)]
@@ -47,7 +47,7 @@ every = 0
 
 def settled_tasks(bucket: Bucket) -> list[str]:
     """The tasks of all groups that a version consumed or dropped."""
-    run, found = read_run(bucket), []
+    run, found = find_run(bucket), []
     assert run is not None
     for version in range(1, VERSIONS + 1):
         manifest = read_manifest(bucket, run, version)

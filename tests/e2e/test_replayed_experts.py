@@ -73,7 +73,6 @@ def measure(bucket: Bucket, version: int, mode: str) -> tuple[float, int, int]:
     """k3 and tokens of the batch that was trained on at a version, with its weights as they are in
     the bucket; and how many expert choices flipped."""
     run = read_run(bucket)
-    assert run is not None
     mirror, manifest = load_mirror(bucket, run, at=version), read_manifest(bucket, run, version + 1)
     assert mirror is not None
     assert manifest is not None

@@ -13,7 +13,7 @@ import torch
 from deltawire.errors import InputError
 from deltawire.placement.layout import TORCH_DTYPES
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import load_mirror, read_manifest, read_run
+from deltawire.sync import find_run, load_mirror, read_manifest, read_run
 from deltawire.sync.follow.mirror import rows_of
 from deltawire.sync.publish.commit import STEP_RECORD
 
@@ -40,9 +40,7 @@ def config(ray: Any) -> Any:
 
 def weights_at(bucket: Bucket, version: int) -> dict[str, torch.Tensor]:
     run = read_run(bucket)
-    assert run is not None
     mirror = load_mirror(bucket, run, at=version)
-    assert mirror is not None
     return {
         spec.name: torch.from_numpy(rows_of(mirror, spec))
         .view(TORCH_DTYPES[spec.dtype])
@@ -80,7 +78,6 @@ def test_each_version_is_what_the_algorithm_trained_and_a_run_is_continued(
         algorithm.stop()
     bucket = open_bucket(str(tmp_path))
     run = read_run(bucket)
-    assert run is not None
     for version, iteration in enumerate((0, 2, 4)):
         assert same(weights_at(bucket, version), states[iteration])
         manifest = read_manifest(bucket, run, version)
@@ -120,7 +117,7 @@ def test_a_module_that_is_not_there_is_named_beside_those_that_are(
     config.callbacks(callbacks_class=partial(Publish, str(tmp_path), module="pilot"))
     with pytest.raises(InputError, match="no module 'pilot'; it has default_policy"):
         config.build_algo()
-    assert read_run(open_bucket(str(tmp_path))) is None
+    assert find_run(open_bucket(str(tmp_path))) is None
 
 
 def test_wrong_options_are_refused_at_once(ray: Any) -> None:

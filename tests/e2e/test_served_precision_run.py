@@ -15,7 +15,7 @@ from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.heartbeat import read_heartbeat
 from deltawire.runtime.lines import line_bucket
 from deltawire.store import open_bucket
-from deltawire.sync import read_manifest, require_run
+from deltawire.sync import read_manifest, read_run
 
 pytestmark = [pytest.mark.drills, pytest.mark.timeout(600)]
 
@@ -55,12 +55,12 @@ def test_workers_sample_from_the_fp8_line_and_attest_it(tmp_path: Path) -> None:
     digests = {}
     for name in ("fp8-block", "int4-g32"):
         line = line_bucket(bucket, name)
-        digests[name] = read_manifest(line, require_run(line), VERSIONS).digest
+        digests[name] = read_manifest(line, read_run(line), VERSIONS).digest
     assert len({status.digest, *digests.values()}) == 3
     for worker in ("w0", "w1"):
         found = read_heartbeat(bucket, worker).worker
         assert found.attested
         assert (found.version, found.digest) == (VERSIONS, digests["fp8-block"])
-    config = run_config(require_run(bucket).config, url=bucket.url)
+    config = run_config(read_run(bucket).config, url=bucket.url)
     assert served_precision(config).weights == "fp8-block"
     assert "the sampler's weights are fp8-block, rounded once more" in done.stdout

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from deltawire.store import open_bucket
-from deltawire.sync import Subscriber, load_mirror, read_run
+from deltawire.sync import Subscriber, load_mirror, newest_version, read_run
 
 
 class FollowingServer:
@@ -65,10 +65,10 @@ class FollowingServer:
                     bucket = open_bucket(self.run)
                 except Exception:
                     continue
-                run = read_run(bucket)
-                mirror = None if run is None else load_mirror(bucket, run)
-                if mirror is None:
+                if newest_version(bucket) is None:
                     continue
+                run = read_run(bucket)
+                mirror = load_mirror(bucket, run)
                 subscriber = Subscriber(bucket, run, mirror)
                 with self._lock:
                     self.mirror = mirror

@@ -9,7 +9,13 @@ import blake3
 
 from deltawire.errors import DeltawireError
 from deltawire.store import open_bucket
-from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest, read_run
+from deltawire.sync import (
+    Subscriber,
+    load_mirror,
+    newest_version,
+    read_manifest,
+    read_run,
+)
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing import tiny
 from deltawire.testing.faulty import FaultyBucket

@@ -15,7 +15,7 @@ from watched_run import FAMILIES, STEP_S, WORKERS, write_run
 
 from deltawire.events import Evaluated, Event, Published, Step, encode_lines
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import read_manifest, require_run
+from deltawire.sync import read_manifest, read_run
 from deltawire.watch.group_index import GroupIndex, GroupRow
 from deltawire.watch.run_reader import index_path
 from deltawire.wire import keys
@@ -42,7 +42,7 @@ def _members(version: int, groups: int) -> list[tuple[str, int]]:
 
 
 def _manifests(bucket: Bucket, place: Path, versions: int, groups: int) -> None:
-    run = require_run(bucket)
+    run = read_run(bucket)
     last = read_manifest(bucket, run, 2)
     assert last is not None
     for version in range(3, versions + 1):
@@ -58,7 +58,7 @@ def _manifests(bucket: Bucket, place: Path, versions: int, groups: int) -> None:
 
 
 def _events(bucket: Bucket, place: Path, versions: int, groups: int) -> None:
-    manifest = read_manifest(bucket, require_run(bucket), versions)
+    manifest = read_manifest(bucket, read_run(bucket), versions)
     assert manifest is not None
     ends = manifest.created_at
     number, waiting = 0, []
@@ -97,7 +97,7 @@ def _of_version(version: int, at: float, reward: float, groups: int) -> list[Eve
 
 
 def _index(bucket: Bucket, cache: Path, versions: int, groups: int) -> None:
-    index = GroupIndex(index_path(cache, bucket, require_run(bucket)))
+    index = GroupIndex(index_path(cache, bucket, read_run(bucket)))
     for version in range(1, versions + 1):
         rows = [
             _row(worker, sequence, version, place)

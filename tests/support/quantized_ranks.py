@@ -19,7 +19,7 @@ from benchmarks.runner import ROOT
 from deltawire.export.shards import box_of, local_part
 from deltawire.export.source import open_source, wanted_of
 from deltawire.store import open_bucket
-from deltawire.sync import load_mirror, require_run
+from deltawire.sync import load_mirror, read_run
 from deltawire.train.masters import MasterWeights
 from deltawire.train.parallel import open_mesh
 
@@ -55,7 +55,7 @@ def run_task(task):
         digests.append(masters.digest().hex())
     rank_steps.publish(masters, task["bucket"])
     bucket = open_bucket(task["bucket"])
-    run = require_run(bucket)
+    run = read_run(bucket)
     masters.source = open_source(config.train.exporter, masters.model)
     chosen = masters.digest().hex()
     fresh = masters.source = open_source(config.train.exporter, masters.model)

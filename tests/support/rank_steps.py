@@ -36,7 +36,7 @@ from deltawire.quantization.experts import STACKS, find_experts
 from deltawire.quantization.linear import PackedLinear
 from deltawire.rl.trainer.resume import seed_step
 from deltawire.store import open_bucket
-from deltawire.sync import ShardPublisher, create_run, load_mirror, require_run
+from deltawire.sync import ShardPublisher, create_run, load_mirror, read_run
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.train.checkpoint import CheckpointWriter, load_checkpoint
 from deltawire.train.masters import MasterWeights
@@ -219,7 +219,7 @@ def load(masters, location):
         local_part(parameter).zero_()
     bucket = open_bucket(location)
     wanted = wanted_of(masters.source)
-    masters.reset(load_mirror(bucket, require_run(bucket), at=0, wanted=wanted))
+    masters.reset(load_mirror(bucket, read_run(bucket), at=0, wanted=wanted))
     return masters.digest().hex()
 
 

@@ -25,7 +25,7 @@ from deltawire.export.models import fetch_model_files
 from deltawire.export.shards import local_part
 from deltawire.export.source import wanted_of
 from deltawire.store import open_bucket
-from deltawire.sync import load_mirror, require_run
+from deltawire.sync import load_mirror, read_run
 from deltawire.train.masters import MasterWeights
 
 
@@ -64,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
 def measured(url: str, ranks: int, *, meta: bool) -> dict:
     config = parse_config({"name": "m", "train": {"ranks": ranks}}, source="test")
     bucket = open_bucket(url)
-    run = require_run(bucket)
+    run = read_run(bucket)
     with fetch_model_files(bucket, run) as folder, LiveBytes() as counted:
         model = open_model(Path(folder), config.train.adapter, meta=meta)
         masters = MasterWeights(model, config.train)

@@ -29,9 +29,10 @@ from deltawire.sync import (
     Relay,
     Subscriber,
     load_mirror,
+    newest_readable,
     open_publisher,
     prune,
-    require_run,
+    read_run,
 )
 from deltawire.sync.huggingface.checkout import Checkout
 from deltawire.sync.maintain.fsck import check_run
@@ -166,7 +167,7 @@ class Check:
         bucket = open_bucket(place, create=True)
         self.whole = worlds.runs[self.signed]
         self.bucket = copy_of(self.whole, bucket)
-        self.run = require_run(self.whole)
+        self.run = read_run(self.whole)
         self.folder = folder
         self.outcomes: dict[str, str] = {}
         self.done: list[str] = []
@@ -223,21 +224,21 @@ class Check:
         for deep in (True, False):
             found = check_run(self.bucket, deep=deep, public_key=self.public_key)
             if deep and found.whole:
-                run = require_run(self.bucket, public_key=self.public_key)
-                assert load_mirror(self.bucket, run) is not None, "whole, and nothing to read"
+                run = read_run(self.bucket, public_key=self.public_key)
+                load_mirror(self.bucket, run)  # Whole, so there is something to read.
         return f"{len(found.faults)} faults"
 
     def load(self) -> str:
-        run = require_run(self.bucket, public_key=self.public_key)
+        run = read_run(self.bucket, public_key=self.public_key)
+        if newest_readable(self.bucket, run) is None:
+            assert not self.bucket.list(keys.MANIFESTS + "00000000")
+            return "no version"
         mirror = load_mirror(self.bucket, run)
-        assert mirror is not None or not self.bucket.list(keys.MANIFESTS + "00000000")
-        if mirror is not None:
-            self.right(mirror.tensors, mirror.version)
-        return f"version {mirror.version if mirror else None}"
+        self.right(mirror.tensors, mirror.version)
+        return f"version {mirror.version}"
 
     def follow(self, start: int) -> str:
         mirror = load_mirror(self.whole, self.run, at=start)
-        assert mirror is not None
         subscriber = Subscriber(self.bucket, self.run, mirror)
         idle = 0
         while idle < 3:
@@ -251,7 +252,6 @@ class Check:
 
     def thread(self) -> str:
         mirror = load_mirror(self.whole, self.run, at=3)
-        assert mirror is not None
         follower = Follower(Subscriber(self.bucket, self.run, mirror), damage_patience_s=0.05)
         follower.start()
         try:
@@ -275,7 +275,7 @@ class Check:
         return f"version {steps.version}"
 
     def pull(self) -> str:
-        run = require_run(self.bucket, public_key=self.public_key)
+        run = read_run(self.bucket, public_key=self.public_key)
         with Checkout(self.bucket, run, self.folder / "pulled") as checkout:
             newest = checkout.newest()
             if newest is not None:
@@ -289,16 +289,20 @@ class Check:
             relay.advance()
         finally:
             relay.close()
-        if relay.version >= 0 and (held := load_mirror(destination, relay.run)) is not None:
+        if relay.version >= 0 and newest_readable(destination, relay.run) is not None:
+            held = load_mirror(destination, relay.run)
             self.right(held.tensors, held.version)
         return f"version {relay.version}"
 
     def prune(self) -> str:
         bucket = copy_of(self.bucket, open_bucket("memory://"))
-        run = require_run(bucket, public_key=self.public_key)
-        before = load_mirror(bucket, run)
+        run = read_run(bucket, public_key=self.public_key)
+        before = after = None
+        if newest_readable(bucket, run) is not None:
+            before = load_mirror(bucket, run)
         found = prune(bucket, run, cutoff=5, grace_s=0, signer=self.signer)
-        after = load_mirror(bucket, run)
+        if newest_readable(bucket, run) is not None:
+            after = load_mirror(bucket, run)
         assert (before is None) == (after is None)
         if before is not None and after is not None:
             assert before.version == after.version, "retention took the newest version"
@@ -314,8 +318,7 @@ class Check:
             publisher.flush()
         finally:
             publisher.close()
-        mirror = load_mirror(self.bucket, require_run(self.bucket, public_key=self.public_key))
-        assert mirror is not None
+        mirror = load_mirror(self.bucket, read_run(self.bucket, public_key=self.public_key))
         if mirror.version == version:
             assert same_bits(mirror.tensors, weights(LAST + 1))
         return f"version {version}"

@@ -22,7 +22,7 @@ from deltawire.envs.reasoning import ReasoningTasks
 from deltawire.events import Step
 from deltawire.runtime.event_tail import events_of
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import read_manifest, require_run
+from deltawire.sync import read_manifest, read_run
 
 HERE = Path(__file__).parent
 JOB = HERE / "job.toml"
@@ -175,7 +175,7 @@ def _configuration(start: Start, steps: int) -> str:
 
 def _commit_times(bucket: Bucket, steps: int) -> list[float]:
     """When each version was committed, by the trainer's clock, in seconds."""
-    run = require_run(bucket)
+    run = read_run(bucket)
     manifests = [read_manifest(bucket, run, version) for version in range(steps + 1)]
     return [manifest.created_at for manifest in manifests if manifest is not None]
 

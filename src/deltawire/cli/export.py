@@ -37,13 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.launch.progress import bars
     from deltawire.runtime.trusted import open_trusted
     from deltawire.store import MeteredBucket
-    from deltawire.sync import newest_version, require_run
+    from deltawire.sync import newest_version, read_run
 
     with bars(hidden=arguments.json) as bar:
         bucket = MeteredBucket(
             open_trusted(arguments.run, trust_of(arguments)), lambda read, _: bar.advance(read)
         )
-        run = require_run(bucket)
+        run = read_run(bucket)
         version = newest_version(bucket) if arguments.version is None else arguments.version
         if version is None:
             raise InputError("the run has no version yet", hint="wait for one", run=bucket.url)

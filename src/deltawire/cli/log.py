@@ -26,10 +26,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     from deltawire.dashboard.versions import list_readers, list_versions, version_table
     from deltawire.runtime.trusted import open_trusted
-    from deltawire.sync import require_run
+    from deltawire.sync import read_run
 
     bucket = open_trusted(arguments.run, trust_of(arguments))
-    run = require_run(bucket)
+    run = read_run(bucket)
     versions = list_versions(bucket, run, arguments.last)
     readers = list_readers(bucket)
     if arguments.json:

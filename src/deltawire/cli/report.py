@@ -36,10 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     from deltawire.runtime.lines import line_bucket
     from deltawire.runtime.trusted import open_trusted
-    from deltawire.sync import require_run
+    from deltawire.sync import read_run
 
     bucket = open_trusted(arguments.run, trust_of(arguments))
-    config = run_config(require_run(bucket).config, url=bucket.url)
+    config = run_config(read_run(bucket).config, url=bucket.url)
     out = Path(arguments.out)
     console = Console()
     watcher = Watcher(config, bucket, console, plain=True)

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the samples that match."""
     from deltawire.launch.processes import stay_off_the_hub
     from deltawire.runtime.trusted import open_trusted
-    from deltawire.sync import require_run
+    from deltawire.sync import read_run
 
     stay_off_the_hub()
     from deltawire.launch.rollouts import print_group, print_samples
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     bucket = open_trusted(arguments.run, trust_of(arguments))
     if arguments.group:
-        print_group(bucket, require_run(bucket), arguments.group, as_json=arguments.json)
+        print_group(bucket, read_run(bucket), arguments.group, as_json=arguments.json)
         return 0
     wanted = SampleFilter(
         version=arguments.version,
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print_samples(
         bucket,
-        require_run(bucket),
+        read_run(bucket),
         wanted,
         count=arguments.count,
         search=arguments.search,

@@ -40,7 +40,7 @@ from deltawire.runtime.event_window import RecentEvents
 from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.store import Bucket
-from deltawire.sync import newest_version, require_run
+from deltawire.sync import newest_version, read_run
 from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.wire import keys
 from deltawire.wire.captures import GatewayState
@@ -229,7 +229,7 @@ class Watch:
         `RetryError` if the store does not answer.
         """
         bucket = self._bucket
-        run = require_run(bucket)
+        run = read_run(bucket)
         if (found := self._read_stored(run)) is not None:
             return found
         problems: list[str] = []

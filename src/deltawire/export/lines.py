@@ -23,14 +23,14 @@ import msgspec
 import torch
 
 from deltawire.config import AdapterConfig, RunConfig, run_config
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import InputError
 from deltawire.export.adapter import PREFIX, adapted, open_model
 from deltawire.export.models import fetch_model_files, move_to
 from deltawire.export.source import open_source
 from deltawire.placement.live import publish_only
 from deltawire.runtime.lines import run_of_line
 from deltawire.store import Bucket
-from deltawire.sync import load_mirror, require_run
+from deltawire.sync import load_mirror, read_run
 from deltawire.wire.run import Run
 
 _bases: WeakValueDictionary[tuple[str, str], Any] = WeakValueDictionary()
@@ -68,7 +68,7 @@ def open_base(bucket: Bucket, digest: str, device: torch.device) -> Any:
 
 def require_base(bucket: Bucket, digest: str) -> Run:
     """Returns the run whose version 0 is the base; raises `InputError` if it is another base."""
-    run = require_run(bucket)
+    run = read_run(bucket)
     if run.digest != digest:
         raise InputError(
             f"the adapter is of another base: its line names {digest[:16]}, the run's base is "
@@ -85,8 +85,6 @@ def _load_base(bucket: Bucket, digest: str) -> Any:
     with fetch_model_files(bucket, run) as folder:
         model = open_model(Path(folder), config.train.base_adapter)
     mirror = load_mirror(bucket, run, at=0)
-    if mirror is None:
-        raise CorruptError("the base, version 0, is gone", run=bucket.url, version=0)
     open_source("bf16", model).restore(mirror)
     return model.eval().requires_grad_(requires_grad=False)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deltawire.codec import ITEMSIZE, Bits
 from deltawire.config import AdapterConfig, RunConfig
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import InputError
 from deltawire.export.adapter import PREFIX, open_model
 from deltawire.export.merge import (
     Change,
@@ -36,7 +36,7 @@ from deltawire.quantization.experts import find_experts
 from deltawire.quantization.linear import PackedWeight
 from deltawire.runtime.lines import run_of_line
 from deltawire.store import Bucket
-from deltawire.sync import load_mirror, require_run
+from deltawire.sync import load_mirror, read_run
 from deltawire.wire.run import Run, TensorSpec
 
 SHARD_BYTES = 2 << 30
@@ -70,8 +70,6 @@ def load_tensors(
 ) -> dict[str, Tensor]:
     """Loads tensors of a version by name, and only those; raises as `load_mirror` does."""
     mirror = load_mirror(bucket, run, at=at, wanted=list(names))
-    if mirror is None:
-        raise CorruptError("there is no such version", run=bucket.url, version=at)
     return {name: tensor_of(mirror.tensors[name], spec) for name, spec in names.items()}
 
 
@@ -148,7 +146,7 @@ def _base_of(bucket: Bucket, run: Run, config: RunConfig, version: int) -> _Base
     if config.line is None:
         return _Base(bucket, run, version)
     above = run_of_line(bucket, config.line.name)
-    found = require_run(above)
+    found = read_run(above)
     if found.digest != config.line.base:
         raise InputError(
             f"the adapter is of another base: its line names {config.line.base[:16]}, the run's "

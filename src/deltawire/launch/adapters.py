@@ -16,7 +16,7 @@ from deltawire.launch.progress import Bars, bars
 from deltawire.launch.pulling import PATIENCE_S, Pulled
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.store import MeteredBucket, RetryingBucket
-from deltawire.sync import load_mirror, newest_version, require_run
+from deltawire.sync import load_mirror, newest_version, read_run
 from deltawire.sync.chain.version_poller import VersionPoller, newest_readable
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def merge_run(
     started = time.perf_counter()
     with bars(hidden=as_json) as bar:
         bucket = MeteredBucket(open_trusted(location, trust), lambda read, _: bar.advance(read))
-        run = require_run(RetryingBucket(bucket))
+        run = read_run(RetryingBucket(bucket))
         newest = newest_version(bucket) if version is None else version
         if newest is None:
             raise RetryError("no version is published yet", run=bucket.url)
@@ -121,7 +121,7 @@ class _AdapterPuller:
         self._bucket, self._directory, self._bar = bucket, directory, bar
         self._json, self._threads = as_json, threads
         self._retrying = RetryingBucket(bucket)
-        self._run = require_run(self._retrying)
+        self._run = read_run(self._retrying)
         self._config = run_config(self._run.config, url=bucket.url)
         self._adapter = adapter_of(self._run, self._config, url=bucket.url)
         self._model = adapter_structure(self._retrying, self._run, self._adapter)

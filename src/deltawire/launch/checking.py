@@ -6,7 +6,7 @@ from deltawire.config import run_config
 from deltawire.errors import InputError
 from deltawire.runtime.lines import line_bucket
 from deltawire.store import Bucket
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 from deltawire.sync.maintain.fsck import CheckedRun, Level, Progress, RunFault, check_run
 
 
@@ -20,7 +20,7 @@ def check_published(
     `check_run` does.
     """
     found = check_run(bucket, deep=deep, progress=progress)
-    run = require_run(bucket)
+    run = read_run(bucket)
     config = run_config(run.config, url=bucket.url) if run.config else None
     lines = {}
     for name in config.train.also_publish if config else []:

@@ -10,7 +10,7 @@ from deltawire.events import Controlled, Evaluated
 from deltawire.rl.budget.decision import replay
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 
 
 class ReplayedBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ def replay_budget(location: str, *, trust: ReaderTrust = ANY) -> ReplayedBudget:
     Raises `InputError` for a run without a controller.
     """
     bucket = open_trusted(location, trust)
-    config = run_config(require_run(bucket).config, url=bucket.url)
+    config = run_config(read_run(bucket).config, url=bucket.url)
     if config.budget.controller == "fixed":
         raise InputError(
             "this run has no controller",

@@ -20,7 +20,7 @@ from deltawire.rl.forecast.forecast import (
 )
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 
 
 def forecast_run(
@@ -62,7 +62,7 @@ def _curve_at(
 ) -> tuple[Curve, str, str]:
     """The curve of a run, its URL and its name."""
     bucket = open_trusted(location, trust)
-    config = run_config(require_run(bucket).config, url=bucket.url)
+    config = run_config(read_run(bucket).config, url=bucket.url)
     events = EventTail(bucket, processes=("trainer", "evaluator")).read(everything=True)
     with _named(bucket.url):
         curve = read_curve(events, config, measure=measure, unit=unit, first=first)

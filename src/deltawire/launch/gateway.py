@@ -39,7 +39,7 @@ from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.serving.contract import ReplicaSetState
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.store import Bucket, RetryingBucket
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 from deltawire.wire.keys import valid_name
 from deltawire.wire.lineage import Forgotten
 from deltawire.wire.roles import GATEWAY_ROLE, worker_role
@@ -105,7 +105,7 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
     signer = read_signer(options.key)
     bucket = open_trusted(location, options.trust, signer=signer, role=GATEWAY_ROLE)
     bucket.over(RetryingBucket.over(bucket.inner)).check_writer()
-    run = require_run(bucket)
+    run = read_run(bucket)
     token = require_token(console, "token", options.token_file, TOKEN_VARIABLE)
     admin = require_token(console, "admin token", options.admin_token_file, ADMIN_TOKEN_VARIABLE)
     if token == admin:
@@ -297,7 +297,7 @@ def forget_by_name(
     signer = read_signer(key)
     bucket = open_trusted(location, trust, signer=signer, role=GATEWAY_ROLE)
     bucket.over(RetryingBucket.over(bucket.inner)).check_writer()
-    run = require_run(bucket)
+    run = read_run(bucket)
     if signer is None:
         folder = Path(state) if state else state_folder().parent / "gateways" / run.id
         if not (folder / "gateway.key").exists():

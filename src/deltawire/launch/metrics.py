@@ -19,7 +19,7 @@ from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.store import RetryingBucket
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 
 OVER = frozenset({"finished", "stopped"})
 
@@ -64,7 +64,7 @@ def export_metrics(
     if not 0 <= listener.port <= 65535:
         raise InputError(f"--port {listener.port} is not a port", hint="use 0 to 65535")
     bucket = open_trusted(location, trust)
-    run = require_run(bucket)
+    run = read_run(bucket)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     token = "" if listener.open else read_token(listener.token_file)
     if not token and not listener.open:
@@ -92,7 +92,7 @@ def forward_metrics(
 
     _check_interval(every_s)
     bucket = open_trusted(location, trust)
-    run = require_run(bucket)
+    run = read_run(bucket)
     tracker = open_tracker(
         destination.kind,
         Path(destination.folder or f"runs/{_file_name(run.name)}-{destination.kind}"),

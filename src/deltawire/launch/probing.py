@@ -9,14 +9,14 @@ from deltawire.errors import InputError
 from deltawire.reward_monitor.monitor import ProbeState
 from deltawire.reward_monitor.watch import read_probes
 from deltawire.runtime.trusted import ReaderTrust, open_trusted
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 
 
 def probe_state(location: str, trust: ReaderTrust, *, live: bool) -> ProbeState:
     """Returns the probes that a run's trainer stored, or with ``live`` those of the answers that
     gateways stored. Raises `InputError` if there are none."""
     bucket = open_trusted(location, trust)
-    run = require_run(bucket)
+    run = read_run(bucket)
     if live:
         from deltawire.live.release.live_probes import monitor_live
 

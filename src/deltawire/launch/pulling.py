@@ -13,7 +13,7 @@ from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.launch.progress import Bars, bars
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.store import MeteredBucket, RetryingBucket
-from deltawire.sync import Checkout, require_run
+from deltawire.sync import Checkout, read_run
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
@@ -56,7 +56,7 @@ def pull_directory(
         raise InputError("--follow, --version and --verify exclude each other")
     with bars(hidden=as_json) as bar:
         bucket = MeteredBucket(open_trusted(location, trust), lambda read, _: bar.advance(read))
-        run = require_run(RetryingBucket(bucket))
+        run = read_run(RetryingBucket(bucket))
         with Checkout(bucket, run, directory, threads=threads) as checkout:
             puller = _Puller(bucket, run, checkout, bar, as_json=as_json)
             if verify:

@@ -33,7 +33,7 @@ from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.trusted import ReaderTrust, open_trusted
 from deltawire.store import Bucket, RetryingBucket
-from deltawire.sync import newest_version, read_history, read_manifest, require_run
+from deltawire.sync import newest_version, read_history, read_manifest, read_run
 from deltawire.wire.decisions import (
     FORGETS,
     RESTORES,
@@ -203,7 +203,7 @@ def open_releaser(location: str, options: ReleaseOptions, *, writes: bool) -> Re
     bucket = bucket.over(RetryingBucket.over(bucket.inner))
     if writes:
         bucket.check_writer()
-    run = require_run(bucket)
+    run = read_run(bucket)
     config = run_config(run.config, url=bucket.url) if run.config else RunConfig(name="live")
     releaser = Releaser(bucket, run, config, by=(options.by or getpass.getuser())[:64])
     releaser.log.poll()

@@ -45,7 +45,7 @@ from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.supervisor import COMMAND, ChildError, Supervisor
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync.chain.objects import read_run
+from deltawire.sync.chain.objects import find_run
 from deltawire.wire.roles import (
     EVALUATOR_ROLE,
     REFERENCE_ROLE,
@@ -244,7 +244,7 @@ def _stages(
     job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]
 ) -> list[Attestation] | None:
     supervisor.start()
-    existing = read_run(job.bucket)
+    existing = find_run(job.bucket)
     if existing is not None:
         url = job.bucket.url
         require_same(job.config, run_config(existing.config, url=url), url=url)
@@ -323,7 +323,7 @@ def _is_old(job: Job, status: TrainerStatus) -> bool:
     """Returns whether the trainer's status is from before this start: from an earlier end of the
     run, or with other settings than the processes to start should read.
     """
-    run = read_run(job.bucket)
+    run = find_run(job.bucket)
     if status.phase == "finished" or run is None or not job.model.is_dir():
         return status.phase == "finished"
     origin = run_config(run.config, url=job.bucket.url)

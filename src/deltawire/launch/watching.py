@@ -30,7 +30,7 @@ from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_tail import EventFeed, EventTail, events_of
 from deltawire.runtime.lines import line_bucket
 from deltawire.store import Bucket
-from deltawire.sync import read_run
+from deltawire.sync import find_run
 from deltawire.sync.chain.base_statement import read_base
 from deltawire.wire.roles import EVALUATOR_ROLE
 
@@ -143,7 +143,7 @@ def _time_of(event: Event) -> float:
 
 def _candidates(bucket: Bucket) -> list[CandidateFigures]:
     """Returns the candidates for live users; none in a run without decisions."""
-    run = read_run(bucket)
+    run = find_run(bucket)
     if run is None:
         return []
     log = DecisionLog(bucket, run.id)
@@ -209,7 +209,7 @@ def line_scores(config: RunConfig, bucket: Bucket) -> dict[str, HeldoutScore]:
 def _frozen_base(bucket: Bucket) -> FrozenBase | None:
     """Reads what a run states of its frozen base; None if it has none, or none that is readable."""
     try:
-        run = read_run(bucket)
+        run = find_run(bucket)
         stated = None if run is None else read_base(bucket, run)
     except DeltawireError:
         return None

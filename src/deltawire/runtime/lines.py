@@ -7,7 +7,7 @@ from deltawire.config.served import published
 from deltawire.errors import InputError
 from deltawire.runtime.signed_bucket import signing
 from deltawire.store import Bucket, RetryingBucket, open_bucket
-from deltawire.sync.chain.objects import require_run
+from deltawire.sync.chain.objects import read_run
 from deltawire.wire import keys
 
 
@@ -23,7 +23,7 @@ def publication_bucket(bucket: Bucket, exporter: str) -> Bucket:
 
     Raises `InputError`, which names those of the run, for any other exporter.
     """
-    run = require_run(RetryingBucket.over(bucket))
+    run = read_run(RetryingBucket.over(bucket))
     config = run_config(run.config, url=bucket.url) if run.config else None
     names = published(config.train) if config else []
     if exporter not in names:

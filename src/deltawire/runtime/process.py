@@ -23,7 +23,7 @@ from deltawire.runtime.lease import Lease
 from deltawire.runtime.liveness import Liveness
 from deltawire.store import Bucket
 from deltawire.store.retrying import RetryingBucket
-from deltawire.sync.chain.objects import read_run
+from deltawire.sync.chain.objects import find_run
 from deltawire.wire import keys
 from deltawire.wire.run import Run
 
@@ -174,7 +174,7 @@ def open_run(
     Waits up to ``wait_s`` for the run to appear; raises `InputError` if there is none.
     """
     deadline = time.monotonic() + wait_s
-    while (run := read_run(bucket)) is None:
+    while (run := find_run(bucket)) is None:
         if time.monotonic() >= deadline or stopping():
             raise InputError(
                 "there is no run here",

@@ -29,7 +29,7 @@ import msgspec
 from deltawire.errors import CorruptError, InputError, SignatureError
 from deltawire.runtime.highest_version import HighestVersion
 from deltawire.store import Bucket, DelegatingBucket, RetryingBucket
-from deltawire.sync.chain.objects import committed_versions, read_run
+from deltawire.sync.chain.objects import committed_versions, find_run
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json
 from deltawire.wire.roles import (
@@ -172,7 +172,7 @@ class SignedBucket(DelegatingBucket):
                 if state.pin is not None and state.pin.run_id:
                     owner, run_id = state.pin.public_key, state.pin.run_id
                 else:
-                    run = read_run(
+                    run = find_run(
                         self.inner, public_key="" if state.pin is None else state.pin.public_key
                     )
                     if run is None:  # It does not exist yet and may become either.

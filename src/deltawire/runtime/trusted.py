@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from deltawire.errors import InputError
 from deltawire.runtime.signed_bucket import SignedBucket, grant_role
 from deltawire.store import Bucket, RetryingBucket, open_bucket
-from deltawire.sync.chain.objects import read_run
+from deltawire.sync.chain.objects import find_run
 from deltawire.wire import keys
 from deltawire.wire.roles import TRAINER_ROLE, Pin
 from deltawire.wire.seal import Signer
@@ -80,7 +80,7 @@ def owned_run(bucket: Bucket, owner: Signer, pin: Pin | None = None) -> Pin:
             hint=f"the public key of --key is {owner.public_key}",
         )
     wanted = Pin(owner.public_key, pin.run_id if pin else "")
-    run = read_run(RetryingBucket.over(bucket), public_key=str(wanted))
+    run = find_run(RetryingBucket.over(bucket), public_key=str(wanted))
     found = run.id if run is not None else wanted.run_id or secrets.token_hex(16)
     return Pin(owner.public_key, found)
 

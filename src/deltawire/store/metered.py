@@ -19,7 +19,7 @@ class MeteredBucket(DelegatingBucket):
     Example::
 
         bucket = MeteredBucket(open_bucket("s3://bucket/run"))
-        read_run(bucket)
+        find_run(bucket)
         print(bucket.read_bytes)
     """
 

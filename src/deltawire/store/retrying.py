@@ -69,7 +69,7 @@ class RetryingBucket(DelegatingBucket):
     Example::
 
         bucket = RetryingBucket(open_bucket("s3://bucket/run"))
-        run = read_run(bucket)  # a request that times out is repeated
+        run = find_run(bucket)  # a request that times out is repeated
     """
 
     def __init__(self, inner: Bucket, policy: RetryPolicy = PATIENT) -> None:

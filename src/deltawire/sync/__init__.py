@@ -9,10 +9,10 @@ from deltawire.sync.chain.history import read_history
 from deltawire.sync.chain.objects import (
     committed_versions,
     create_run,
+    find_run,
     newest_version,
     read_manifest,
     read_run,
-    require_run,
 )
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.follow.follower import Follower, Steps
@@ -58,6 +58,7 @@ __all__ = [
     "Update",
     "committed_versions",
     "create_run",
+    "find_run",
     "load_mirror",
     "newest_readable",
     "newest_version",
@@ -69,5 +70,4 @@ __all__ = [
     "read_manifest",
     "read_run",
     "read_safetensors",
-    "require_run",
 ]

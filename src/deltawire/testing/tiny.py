@@ -21,6 +21,7 @@ from deltawire.sync import (
     Publisher,
     create_run,
     load_mirror,
+    newest_readable,
     newest_version,
     read_manifest,
     read_run,
@@ -107,8 +108,10 @@ def start_publisher(
     """
     run = start_run(bucket, seed=seed)
     empty = None if snapshot_dir is None else offloaded_mirror(run, snapshot_dir)
-    mirror = load_mirror(bucket, run, into=empty) or empty
-    if mirror is None:
+    mirror: Mirror | None = empty
+    if newest_readable(bucket, run) is not None:
+        mirror = load_mirror(bucket, run, into=empty)
+    elif mirror is None:
         blank = {spec.name: np.zeros(spec.count, codec.unsigned_of(spec.dtype)) for spec in TENSORS}
         mirror = Mirror(blank, -1, codec.ZERO)
     head = read_manifest(bucket, run, mirror.version) if mirror.version >= 0 else None
@@ -143,10 +146,8 @@ def audit(bucket: Bucket, expected: Callable[[int], Weights]) -> int:
     if newest is None:
         return -1
     run = read_run(bucket)
-    assert run is not None, "versions without run.json"
     for version in range(newest + 1):
         mirror = load_mirror(bucket, run, at=version)
-        assert mirror is not None, f"version {version} is not there"
         assert mirror.version == version, f"asked for {version}, loaded {mirror.version}"
         assert same_bits(mirror.tensors, expected(version)), f"version {version} has other bits"
         assert mirror.digest == codec.digest_model(mirror.tensors), f"digest of {version}"

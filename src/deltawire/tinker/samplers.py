@@ -18,7 +18,7 @@ from typing import Literal
 
 from deltawire.errors import DeltawireError, InputError
 from deltawire.store import open_bucket
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 from deltawire.tinker.requests import SampleRequest, prompt_tokens, sampling_params
 from deltawire.tinker.results import RequestResult, sample_result
 from deltawire.tinker.state import SamplerRecord, ServerState
@@ -158,7 +158,7 @@ class Samplers:
         bucket = open_bucket(self._state.run_url(record.folder))
         return SamplingClient(
             bucket,
-            require_run(bucket),
+            read_run(bucket),
             version=record.version,
             kind=record.kind,
             slots=self.options.slots,

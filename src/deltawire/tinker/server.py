@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from deltawire.errors import InputError
 from deltawire.store import Bucket
-from deltawire.sync import newest_version, read_run
+from deltawire.sync import find_run, newest_version
 from deltawire.tinker import requests
 from deltawire.tinker.model_runs import ModelOptions, lora_targets, start_run
 from deltawire.tinker.models import HostedModel, release_unused
@@ -120,7 +120,7 @@ class TinkerServer:
 
     def _start(self) -> None:
         mine = ServerRecord(model=fingerprint(self.options.directory))
-        if not self.state.claimed and read_run(self._bucket) is not None:
+        if not self.state.claimed and find_run(self._bucket) is not None:
             raise InputError(
                 "the run in this bucket was not started by deltawire tinker",
                 hint="choose another bucket; TrainingClient.load continues this run",
@@ -255,7 +255,7 @@ class TinkerServer:
         )
 
     def _root_fits(self, lora: LoraConfig | None) -> bool:
-        run = read_run(self._bucket)
+        run = find_run(self._bucket)
         return (
             run is not None
             and lora is None

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from deltawire.config import RunConfig
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import InputError
 from deltawire.export.adapter import PREFIX
 from deltawire.export.cast import restore_part
 from deltawire.export.lines import require_base
@@ -75,7 +75,5 @@ def _read_base(bucket: Bucket, digest: str, model: Any) -> None:
     rows = {name: rows_of_rank(one) for name, one in held.items()}
     wanted = {name: one for name, one in rows.items() if one is None or one[0] < one[1]}
     mirror = load_mirror(bucket, run, at=0, wanted=wanted)
-    if mirror is None:
-        raise CorruptError("the base, version 0, is gone", run=bucket.url, version=0)
     for name, tensor in held.items():
         restore_part(tensor, specs[name], mirror)

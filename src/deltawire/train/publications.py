@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from deltawire.config import TrainConfig
 from deltawire.config.machine import machine_policy
-from deltawire.errors import CorruptError, DeltawireError, InputError
+from deltawire.errors import DeltawireError, InputError
 from deltawire.export.quantized import QuantizedWeights
 from deltawire.export.shards import LocalShard
 from deltawire.export.source import open_source
@@ -41,7 +41,7 @@ from deltawire.sync import (
     ShardPublisher,
     load_mirror,
     newest_readable,
-    require_run,
+    read_run,
 )
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.publish.sharded import load_ranges
@@ -74,7 +74,7 @@ class Publication:
     ) -> None:
         self.exporter, self._main, self._upper, self._upper_run = exporter, main, bucket, run
         self.bucket = RetryingBucket.over(line_bucket(bucket, exporter))
-        self.run = require_run(self.bucket)
+        self.run = read_run(self.bucket)
         head = newest_readable(self.bucket, self.run)
         if head is None:
             raise InputError(
@@ -120,8 +120,6 @@ class Publication:
         """Publishes the versions that the line lacks, from those of the run."""
         wanted = self.source.continued()
         mirror = load_mirror(self.bucket, self.run, at=held, wanted=wanted)
-        if mirror is None:
-            raise CorruptError("a version is missing", run=self.bucket.url, version=held)
         self.source.continue_from(mirror)
         for version in range(held + 1, self._main.version + 1):
             self._make(version, self._at(version))
@@ -132,9 +130,7 @@ class Publication:
             return self._main.held
         if self._sharded:
             return load_ranges(self._upper, self._upper_run, self._ranges, at=version)
-        mirror = load_mirror(self._upper, self._upper_run, at=version)
-        assert mirror is not None  # This raises if the version cannot be read.
-        return mirror
+        return load_mirror(self._upper, self._upper_run, at=version)
 
     @property
     def version(self) -> int:

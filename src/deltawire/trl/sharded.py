@@ -21,7 +21,7 @@ from deltawire.placement.checkpoint_tensors import checkpoint_tensors
 from deltawire.placement.layout import WIRE_DTYPES
 from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync import ShardPublisher, newest_readable, newest_version
-from deltawire.sync.chain.objects import another_model, create_run, read_run
+from deltawire.sync.chain.objects import another_model, create_run, find_run, read_run
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.publish.sharded import load_ranges
 from deltawire.sync.publish.sources import stored_files
@@ -61,7 +61,6 @@ class ShardedWriter:
         on_rank_zero(open_run)
         bucket = RetryingBucket.over(open_bucket(url, create=True))
         run = read_run(bucket)
-        assert run is not None, "rank 0 has made it"
         newest, epoch, session = on_rank_zero(lambda: _start(bucket, run))
         self._publisher = ShardPublisher(
             bucket,
@@ -154,7 +153,7 @@ def _require_run(
 ) -> None:
     """Makes the run, unless it is there; raises `InputError` if it is another model's."""
     specs = source.specs()
-    existing = read_run(bucket)
+    existing = find_run(bucket)
     if existing is None:
         run = Run(
             id=secrets.token_hex(16),

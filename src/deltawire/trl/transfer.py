@@ -33,7 +33,7 @@ from deltawire.placement.checkpoint_tensors import checkpoint_tensors
 from deltawire.serving.replica import HeldVersion
 from deltawire.serving.vllm import VllmReplica
 from deltawire.store import RetryingBucket, open_bucket
-from deltawire.sync import newest_version, open_publisher, read_run
+from deltawire.sync import find_run, newest_version, open_publisher
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.sync.publish.sources import continue_publisher
 
@@ -142,7 +142,7 @@ class Transfer:
 
     def _open(self, model: str | None) -> None:
         bucket = RetryingBucket.over(open_bucket(self.url, create=True))
-        run = read_run(bucket)
+        run = find_run(bucket)
         self._sent = False
         if run is None or newest_version(bucket) is None:
             if model is None:

@@ -27,7 +27,7 @@ from deltawire.errors import DeltawireError, InputError
 from deltawire.events import Event, Parity
 from deltawire.runtime.event_tail import EventTail
 from deltawire.store import Bucket
-from deltawire.sync import committed_versions, require_run
+from deltawire.sync import committed_versions, read_run
 from deltawire.watch.group_index import GroupIndex
 from deltawire.watch.group_indexer import GroupIndexer
 from deltawire.wire import keys
@@ -64,7 +64,7 @@ class RunReader:
 
     def __init__(self, bucket: Bucket, folder: Path) -> None:
         self.bucket = bucket
-        self.run: Run = require_run(bucket)
+        self.run: Run = read_run(bucket)
         self.config = _config(self.run, bucket)
         self.index = GroupIndex(index_path(folder, bucket, self.run))
         self.indexer = GroupIndexer(bucket, self.run, self.index)

@@ -277,7 +277,6 @@ class WeightChanges:
         held = self._subscriber
         if held is None or held.mirror.version != base:
             mirror = load_mirror(self._bucket, self._run, at=base)
-            assert mirror is not None
             held = self._subscriber = Subscriber(self._bucket, self._run, mirror)
         update = held.prepare_to(version)
         found = _Measured({}, {})

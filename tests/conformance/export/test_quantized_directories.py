@@ -14,7 +14,7 @@ from deltawire.export.models import empty_model, save_model
 from deltawire.export.source import open_source
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.store import open_bucket
-from deltawire.sync import load_mirror, require_run
+from deltawire.sync import load_mirror, read_run
 from deltawire.train.build import build_model, byte_tokenizer
 
 pytestmark = pytest.mark.drills
@@ -33,7 +33,7 @@ def pulled(folder: Path, exporter: str):
     start_run(bucket, parse_config(raw, source="test"), folder / "model")
     assert main(["pull", bucket.url, str(folder / "pulled")]) == 0
     served = empty_model(folder / "pulled")
-    open_source(exporter, served).restore(load_mirror(bucket, require_run(bucket)))
+    open_source(exporter, served).restore(load_mirror(bucket, read_run(bucket)))
     return folder / "pulled", served
 
 

@@ -24,7 +24,7 @@ from deltawire.rl.trainer.trainer import Trainer
 from deltawire.rl.trainer.verify_training import verify_training
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import load_mirror, read_history, read_manifest, read_run
+from deltawire.sync import find_run, load_mirror, read_history, read_manifest
 from deltawire.train.build import build_model, byte_tokenizer
 
 VERSIONS = 4
@@ -197,7 +197,7 @@ def test_what_vllm_cannot_serve_of_the_models_layers_is_refused_before_anything_
     bucket = open_bucket(str(tmp_path / "bucket"), create=True)
     with pytest.raises(InputError, match=r"adapter of experts in vLLM: \S*experts\.down_proj"):
         start_run(bucket, config, tmp_path / "model")
-    assert read_run(bucket) is None
+    assert find_run(bucket) is None
 
 
 def test_dropout_is_refused_by_name():

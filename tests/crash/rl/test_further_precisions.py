@@ -27,7 +27,7 @@ from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.lines import line_bucket, publication_bucket
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import load_mirror, newest_version, read_history, read_manifest, require_run
+from deltawire.sync import load_mirror, newest_version, read_history, read_manifest, read_run
 from deltawire.train import publications
 from deltawire.wire import keys
 
@@ -44,7 +44,7 @@ def start(folder: Path, **changed: object) -> Bucket:
 
 
 def digests(bucket: Bucket) -> list[str]:
-    run = require_run(bucket)
+    run = read_run(bucket)
     return [one.digest for one in [read_manifest(bucket, run, 0), *read_history(bucket, run)]]
 
 
@@ -68,7 +68,7 @@ def test_a_line_is_the_quantized_twin_of_each_version(trained, tmp_path):
             if source is not None:
                 twin.continue_from(source)
             tensors = twin.tensors()
-            source = load_mirror(line, require_run(line), at=version)
+            source = load_mirror(line, read_run(line), at=version)
             for spec in twin.specs():
                 bits = tensors[spec.name].reshape(-1).view(torch.uint8).numpy()
                 assert (source.tensors[spec.name].view("u1") == bits).all(), spec.name

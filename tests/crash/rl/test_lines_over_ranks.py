@@ -12,7 +12,7 @@ from benchmarks.training.resumed import kill
 from deltawire.cli.main import main
 from deltawire.runtime.lines import line_bucket
 from deltawire.store import open_bucket
-from deltawire.sync import load_mirror, read_history, require_run
+from deltawire.sync import load_mirror, read_history, read_run
 from deltawire.train.checkpoint import checkpoint_versions
 from deltawire.wire.ledger import CommitMetadata
 
@@ -33,7 +33,7 @@ def copied(bucket, folder):
 def check_end(bucket):
     for name in NAMES:
         place = line_bucket(bucket, name)
-        run = require_run(place)
+        run = read_run(place)
         assert load_mirror(place, run).digest.hex() == digests(bucket, name)[-1]
         assert max(checkpoint_versions(place)) == VERSIONS
         history = list(read_history(place, run))
@@ -109,7 +109,7 @@ def test_another_number_of_ranks_continues_each_line(first, tmp_path):
     run_starts(bucket, [stop, Start(ranks=2)])
     for name in NAMES:
         place = line_bucket(bucket, name)
-        history = list(read_history(place, require_run(place)))
+        history = list(read_history(place, read_run(place)))
         made = [CommitMetadata.of(one.metadata, run="", version=one.version) for one in history]
         assert [one.ranks for one in made][-1] == 2
         assert len(made) == VERSIONS

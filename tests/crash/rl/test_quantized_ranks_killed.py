@@ -10,7 +10,7 @@ from benchmarks.training.resumed import kill
 from deltawire.cli.main import main
 from deltawire.runtime.lines import line_bucket
 from deltawire.store import open_bucket
-from deltawire.sync import load_mirror, require_run
+from deltawire.sync import load_mirror, read_run
 
 pytestmark = pytest.mark.drills
 
@@ -44,7 +44,7 @@ def test_another_number_of_ranks_continues(tmp_path, before, after):
         bucket, [Start(ranks=before, rank=0, point="committed", version=3), Start(ranks=after)]
     )
     assert [one.ranks for one in metadata_of(bucket)] == [before] * 3 + [after] * 3
-    mirror = load_mirror(bucket, require_run(bucket))
+    mirror = load_mirror(bucket, read_run(bucket))
     assert (mirror.version, mirror.digest.hex()) == (VERSIONS, digests(bucket)[-1])
     assert main(["fsck", bucket.url]) == 0
 

@@ -7,7 +7,7 @@ from benchmarks.training.rank_runs import Start, run_starts
 from benchmarks.training.resumed import kill
 from deltawire.rl.evaluate.audit import audit_fates
 from deltawire.runtime.decision_log import DecisionLog
-from deltawire.sync import read_manifest, require_run
+from deltawire.sync import read_manifest, read_run
 from deltawire.wire.decisions import Decision, RestoreRecord, ServedVersion
 
 
@@ -15,7 +15,7 @@ from deltawire.wire.decisions import Decision, RestoreRecord, ServedVersion
 def test_two_ranks_restore_the_masters_of_an_earlier_version(tmp_path):
     bucket = begin(tmp_path, versions=7)
     run_starts(bucket, [kill(0, "committed", 4)])
-    run, log = require_run(bucket), DecisionLog(bucket, require_run(bucket).id)
+    run, log = read_run(bucket), DecisionLog(bucket, read_run(bucket).id)
     served = {n: ServedVersion(n, read_manifest(bucket, run, n).digest) for n in (2, 4)}
     for verdict, candidate in (("serve", None), ("rollback", served[4])):
         assert log.append(

@@ -30,7 +30,7 @@ from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, DelegatingBucket, open_bucket
 from deltawire.store.delegating import Verb
-from deltawire.sync import read_history, read_manifest, require_run
+from deltawire.sync import read_history, read_manifest, read_run
 from deltawire.train.checkpoint import checkpoint_versions, kept_checkpoints
 from deltawire.wire import keys
 from deltawire.wire.decisions import Decision, RestoreRecord, ServedVersion
@@ -85,11 +85,11 @@ def train(bucket: Bucket, *, to: int, die: bool = False) -> None:
 
 
 def served(bucket: Bucket, version: int) -> ServedVersion:
-    return ServedVersion(version, read_manifest(bucket, require_run(bucket), version).digest)
+    return ServedVersion(version, read_manifest(bucket, read_run(bucket), version).digest)
 
 
 def decide(bucket: Bucket, verdict: str, serving: int, candidate: int | None = None) -> Decision:
-    log = DecisionLog(bucket, require_run(bucket).id)
+    log = DecisionLog(bucket, read_run(bucket).id)
     log.poll()
     chosen = None if candidate is None else served(bucket, candidate)
     made = Decision(
@@ -103,20 +103,20 @@ def decide(bucket: Bucket, verdict: str, serving: int, candidate: int | None = N
 def records(bucket: Bucket) -> dict[int, RestoreRecord]:
     found = {
         one.version: RestoreRecord.of(one.metadata, run="", version=one.version)
-        for one in read_history(bucket, require_run(bucket))
+        for one in read_history(bucket, read_run(bucket))
     }
     return {version: record for version, record in found.items() if record is not None}
 
 
 def consumed(bucket: Bucket) -> list[tuple[str, int]]:
-    history = read_history(bucket, require_run(bucket))
+    history = read_history(bucket, read_run(bucket))
     read = (CommitMetadata.of(one.metadata, run="", version=one.version) for one in history)
     return [group for metadata in read for group in metadata.consumed]
 
 
 def check(bucket: Bucket) -> None:
     """Version numbers have no gap, and each group is consumed once."""
-    history = list(read_history(bucket, require_run(bucket)))
+    history = list(read_history(bucket, read_run(bucket)))
     assert [one.version for one in history] == list(range(1, len(history) + 1))
     groups = consumed(bucket)
     assert len(groups) == len(set(groups))

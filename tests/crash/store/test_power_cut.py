@@ -12,7 +12,7 @@ import pytest
 from power_cut import WriteLog, after_power_cut
 
 from deltawire.store import open_bucket
-from deltawire.sync import newest_version, read_run
+from deltawire.sync import find_run, newest_version
 from deltawire.testing.tiny import audit, start_publisher, weights
 
 pytestmark = pytest.mark.drills
@@ -38,7 +38,7 @@ def check(folder, acknowledged):
     bucket = open_bucket(str(folder), durable=False)
     newest = newest_version(bucket)
     assert acknowledged <= (-1 if newest is None else newest)
-    if read_run(bucket) is not None:
+    if find_run(bucket) is not None:
         assert audit(bucket, weights) >= acknowledged
     publisher = start_publisher(bucket, anchor_every=3)
     for version in range(publisher.version + 1, publisher.version + 3):

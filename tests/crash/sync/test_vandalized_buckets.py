@@ -8,7 +8,7 @@ import pytest
 from vandal import Check, Worlds, check_seed, copy_of
 
 from deltawire.store import open_bucket, retrying
-from deltawire.sync import Subscriber, load_mirror, open_publisher, read_manifest, require_run
+from deltawire.sync import Subscriber, load_mirror, open_publisher, read_manifest, read_run
 from deltawire.sync.chain.payloads import read_blobs
 from deltawire.testing.tiny import TENSORS, same_bits, weights
 from deltawire.wire import keys
@@ -60,7 +60,7 @@ def test_a_compacted_delta_that_leads_backwards_is_no_loop(worlds, tmp_path):
 def test_a_publisher_continues_from_the_newest_reachable_version(worlds):
     """Its next version is stored whole: readers that hold what it could not reach go on too."""
     bucket = copy_of(worlds.runs[False], open_bucket("memory://"))
-    run = require_run(bucket)
+    run = read_run(bucket)
     held = load_mirror(bucket, run)
     for base, target in ((8, 10), (8, 12)):
         bucket.delete(keys.compacted(base, target))

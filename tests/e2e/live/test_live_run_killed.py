@@ -26,7 +26,7 @@ from deltawire.live.learning.records import LiveRecords, read_lineages
 from deltawire.runtime.heartbeat import read_heartbeat
 from deltawire.runtime.signed_bucket import SignedBucket
 from deltawire.store import open_bucket
-from deltawire.sync import newest_version, read_manifest, require_run
+from deltawire.sync import newest_version, read_manifest, read_run
 from deltawire.testing.users.driver import read_claims
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.roles import Pin
@@ -247,7 +247,7 @@ def test_nothing_promised_is_lost_and_nothing_is_trained_on_twice(tmp_path, stri
 
 def check(run, users):
     """Compare the bucket with what users were promised."""
-    described = require_run(run.bucket, public_key=run.owner)
+    described = read_run(run.bucket, public_key=run.owner)
     bucket = SignedBucket(run.bucket, pin=Pin(run.owner, described.id))
     records = LiveRecords(bucket)
     records.poll()

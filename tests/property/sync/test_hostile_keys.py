@@ -18,7 +18,7 @@ from deltawire.sync import (
     newest_version,
     open_publisher,
     prune,
-    require_run,
+    read_run,
 )
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import FaultyBucket
@@ -103,7 +103,7 @@ def test_listed_keys_steer_nobody(whole, monkeypatch, crowd):
     for key in whole.list(""):
         copy.put(key, whole.get(key, limit=1 << 26))
     bucket = CrowdedBucket(copy, crowd)
-    run = require_run(bucket)
+    run = read_run(bucket)
 
     mirror = load_mirror(bucket, run)
     assert (mirror.version, same_bits(mirror.tensors, weights(LAST))) == (LAST, True)

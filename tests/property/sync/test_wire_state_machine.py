@@ -108,12 +108,12 @@ class Wire(RuleBasedStateMachine):
 
     def new_publisher(self):
         """With the next epoch, on a separate bucket handle that may fail."""
-        mirror = load_mirror(self.inner, self.run)
         epoch = 0
-        if mirror is None:
+        if newest_version(self.inner) is None:
             blank = {s.name: np.zeros(s.count, codec.unsigned_of(s.dtype)) for s in SPECS}
             mirror = Mirror(blank, -1, codec.ZERO)
         else:
+            mirror = load_mirror(self.inner, self.run)
             epoch = read_manifest(self.inner, self.run, mirror.version).epoch + 1
         bucket = FaultyBucket(self.inner)
         publisher = Publisher(

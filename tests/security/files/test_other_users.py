@@ -12,7 +12,7 @@ from deltawire.private_files import open_private, private_folder, read_private, 
 from deltawire.runtime.highest_version import HighestVersion
 from deltawire.runtime.supervisor import Supervisor
 from deltawire.store import open_bucket
-from deltawire.sync import Checkout, load_mirror, open_mirror, require_run
+from deltawire.sync import Checkout, load_mirror, open_mirror, read_run
 
 SOMEBODY = 54321
 SHARED_MEMORY = Path("/dev/shm")
@@ -114,7 +114,7 @@ def places(tmp_path):
 
 
 def test_a_mirror_is_no_link_and_no_file_of_others(tmp_path, victim, run):
-    table = require_run(run.bucket())
+    table = read_run(run.bucket())
     for place in places(tmp_path):
         path = place / f"deltawire-test-{os.getpid()}.mirror"
         try:
@@ -139,7 +139,7 @@ def test_a_mirror_is_no_link_and_no_file_of_others(tmp_path, victim, run):
 
 
 def test_a_pulled_directorys_staging_is_this_users(tmp_path, victim, run):
-    table = require_run(run.bucket())
+    table = read_run(run.bucket())
     store = tmp_path / ".model.deltawire"
     store.symlink_to(victim, target_is_directory=True)
     with pytest.raises(InputError, match="not a folder, or a link to one"):

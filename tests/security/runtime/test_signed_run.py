@@ -23,7 +23,7 @@ from deltawire.runtime.process import Process
 from deltawire.runtime.signed_bucket import GRANT_S, REREAD_S, SignedBucket
 from deltawire.runtime.trusted import ReaderTrust, open_trusted, trusted
 from deltawire.store import open_bucket
-from deltawire.sync import newest_version, require_run
+from deltawire.sync import newest_version, read_run
 from deltawire.wire import keys
 from deltawire.wire.event_archive import ArchivedSegment, EventArchive
 from deltawire.wire.objects import encode_json, encode_packed
@@ -216,7 +216,7 @@ def test_a_state_that_is_too_old_is_refused(run):
 def test_a_pinned_reader_refuses_other_runs(run, text):
     reader = SignedBucket(run.plain, pin=Pin.parse(text))
     with pytest.raises(SignatureError, match=r"signed by another key|has the id"):
-        require_run(reader)
+        read_run(reader)
 
 
 def test_a_pinned_reader_refuses_an_unsigned_run():

@@ -8,7 +8,7 @@ from deltawire.errors import CorruptError, InputError, SignatureError
 from deltawire.export.models import save_model
 from deltawire.runtime.trusted import ReaderTrust, open_trusted
 from deltawire.store import open_bucket
-from deltawire.sync import load_mirror, require_run
+from deltawire.sync import load_mirror, read_run
 from deltawire.train import AdamParams, Datum, ModelInput, TrainingClient
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.checkpoint import checkpoint_versions
@@ -43,7 +43,7 @@ def test_a_signed_run_is_made_continued_and_read(files):
         step(client)
         assert client.version == 2
     reader = open_trusted(url, ReaderTrust(Pin.parse(pin)))
-    assert load_mirror(reader, require_run(reader, public_key=pin)).version == 2
+    assert load_mirror(reader, read_run(reader, public_key=pin)).version == 2
     assert max(checkpoint_versions(reader)) == 2
     commit = keys.checkpoint_commit(2)
     open_bucket(url).put(commit, reader.get(commit, limit=1 << 20))

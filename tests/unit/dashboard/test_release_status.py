@@ -16,7 +16,7 @@ from deltawire.events import Restored
 from deltawire.launch.watching import _candidates as candidates_in
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import open_bucket
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 from deltawire.wire import keys
 from deltawire.wire.decisions import Decision, ServedVersion
 
@@ -30,7 +30,7 @@ def bucket():
 
 def decide(bucket, *series):
     """Append decisions; returns the log."""
-    log = DecisionLog(bucket, require_run(bucket).id)
+    log = DecisionLog(bucket, read_run(bucket).id)
     for verdict, serving, candidate, facts in series:
         log.poll()
         decision = Decision(

@@ -49,7 +49,6 @@ def published(tmp_path: Path) -> tuple[Bucket, Run, list[Path]]:
         for path in paths:
             series.publish(path)
     run = read_run(bucket)
-    assert run is not None
     return bucket, run, paths
 
 

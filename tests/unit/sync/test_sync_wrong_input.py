@@ -17,6 +17,7 @@ from deltawire.sync import (
     Publisher,
     Subscriber,
     create_run,
+    find_run,
     load_mirror,
     newest_version,
     read_manifest,
@@ -176,12 +177,12 @@ def test_two_gigabytes_are_refused_before_memory(tmp_path, key):
     for version in range(2):
         publisher.publish(weights(version))
     publisher.close()
-    run, data = read_run(bucket), bucket.get(key, limit=1 << 20)
+    run, data = find_run(bucket), bucket.get(key, limit=1 << 20)
     with (tmp_path / key).open("r+b") as file:
         file.truncate(2 << 30)
     before = peak_bytes()
     with pytest.raises(CorruptError, match="2147483648 bytes exceeds the limit") as caught:
-        read_run(bucket) if key == keys.RUN else read_manifest(bucket, run, 1)
+        find_run(bucket) if key == keys.RUN else read_manifest(bucket, run, 1)
     assert key in one_line(caught.value)
     if key == keys.RUN:
         with pytest.raises(CorruptError):
@@ -232,7 +233,7 @@ def test_two_gigabytes_are_not_fetched(endless, s3_server):
     endpoint, sent = endless
     bucket = s3_server.open("s3://drills/x", endpoint=endpoint)
     with pytest.raises(CorruptError, match="2147483648 bytes exceeds the limit"):
-        read_run(bucket)
+        find_run(bucket)
     assert sum(sent) < 256 << 20
 
 

@@ -12,7 +12,7 @@ from deltawire.export.shards import local_part
 from deltawire.placement.live import publish_only
 from deltawire.rl.trainer.lines import LinesTrainer
 from deltawire.runtime.process import Process
-from deltawire.sync import load_mirror, require_run
+from deltawire.sync import load_mirror, read_run
 
 
 def frozen_of(model):
@@ -41,7 +41,7 @@ def test_the_shards_of_the_base_lie_in_memory_once(tmp_path, adapters, sizes):
         assert len(first) > 5
         trainer.loop()
         assert frozen_of(models[0]) == frozen_of(models[1]), "also once the models computed"
-        base = load_mirror(bucket, require_run(bucket), at=0)
+        base = load_mirror(bucket, read_run(bucket), at=0)
         publish_only(models[1], "")
         source = trainer.trainers["words"].masters.source
         for name, tensor in source_bits(models[1]).items():

@@ -15,7 +15,7 @@ from deltawire.export.adapter import open_model
 from deltawire.export.models import fetch_model_files, load_model, published_files, save_model
 from deltawire.export.source import open_source
 from deltawire.store import open_bucket
-from deltawire.sync import load_mirror, open_publisher, require_run
+from deltawire.sync import load_mirror, open_publisher, read_run
 from deltawire.sync.chain.objects import put_blob
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.masters import MasterWeights
@@ -30,7 +30,7 @@ LORA = {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "o_proj"]}
 @pytest.mark.parametrize("train", [{}, {"compute": "bfloat16"}, {"adapter": LORA}])
 def test_a_model_without_memory_trains_to_the_same_bits(tmp_path, family, train):
     bucket = begin(tmp_path, versions=1, family=family, **train)
-    run = require_run(bucket)
+    run = read_run(bucket)
     config = parse_config({"name": "m", "train": train}, source="test")
     documents = [np.arange(3, 20 + n, dtype=np.int32) for n in range(4)]
     found = []

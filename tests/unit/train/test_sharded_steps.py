@@ -10,7 +10,7 @@ from deltawire.plan.families import describe
 from deltawire.plan.layout import TrainingLayout
 from deltawire.plan.memory import all_phases
 from deltawire.store import open_bucket
-from deltawire.sync import load_mirror, require_run
+from deltawire.sync import load_mirror, read_run
 
 GRADIENT = 1e-6
 LOSS = 1e-4
@@ -129,7 +129,7 @@ def test_two_ranks_publish_the_bits_that_one_rank_publishes(two_ranks):
     folder, _, alone, found = two_ranks
     assert found["taken over"][0]["digest"] == alone["tied"][0]["digest"]
     bucket = open_bucket(str(folder / "published"))
-    run = require_run(bucket)
+    run = read_run(bucket)
     mirror = load_mirror(bucket, run, at=0)
     assert codec.digest_model(mirror.tensors).hex() == alone["tied"][0]["digest"]
     assert [spec.shape for spec in run.tensors if "o_proj" in spec.name] == [(32, 32)] * 2

@@ -17,7 +17,13 @@ from deltawire import codec
 from deltawire.cli.main import main
 from deltawire.errors import InputError
 from deltawire.store import open_bucket
-from deltawire.sync import Checkout, committed_versions, load_mirror, read_manifest, read_run
+from deltawire.sync import (
+    Checkout,
+    committed_versions,
+    load_mirror,
+    read_manifest,
+    read_run,
+)
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.trl import Publish
 

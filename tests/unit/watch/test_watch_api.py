@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from deltawire.cli.main import main
 from deltawire.store import open_bucket
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 from deltawire.watch.api import WatchedRuns, _lines
 from deltawire.watch.group_view import GroupReader
 from deltawire.watch.run_reader import RunReader
@@ -237,7 +237,7 @@ def test_the_terminal_shows_the_same_group(tmp_path, capsys) -> None:
     assert "\x1b" not in shown
     assert main(["rollouts", str(tmp_path / "run"), "--group", "worker-a/1", "--json"]) == 0
     group = json.loads(capsys.readouterr().out)
-    expected = GroupReader(bucket, require_run(bucket)).group("worker-a", 1)
+    expected = GroupReader(bucket, read_run(bucket)).group("worker-a", 1)
     assert group["answers"][0]["messages"][1]["role"] == "user"
     assert len(group["answers"]) == len(expected.answers)
     for name in ("worker-a", "worker-a/x", "/1", "worker-a/99"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deltawire.engines.base import EngineRequest, OpenEngine
-from deltawire.errors import InputError
 from deltawire.wire.run import TensorSpec
 
 
@@ -27,10 +26,6 @@ def open_engine(request: EngineRequest) -> OpenEngine:
 
     model = request.build_model()
     mirror = load_mirror(request.bucket, request.run, at=request.version)
-    if mirror is None:
-        raise InputError(
-            "the run has no such version", run=request.bucket.url, version=request.version
-        )
     weights = LiveWeights(model, request.run.tensors, aliases=request.run.aliases)
     weights.load(mirror)
     statement = read_base(request.bucket, request.run)

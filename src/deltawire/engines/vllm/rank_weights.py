@@ -41,7 +41,7 @@ from deltawire.placement.placed import PlacedWeights, Prepared
 from deltawire.placement.placement import Placement, assign_ownership, probe
 from deltawire.placement.steps import step_to
 from deltawire.store import RetryingBucket, open_bucket
-from deltawire.sync import Mirror, Subscriber, Update, load_mirror, require_run
+from deltawire.sync import Mirror, Subscriber, Update, load_mirror, read_run
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.wire.run import Run
 
@@ -93,7 +93,6 @@ class RankWeights:
                 self._bucket, run, at=version, wanted=placement.wanted(), threads=settings.threads
             )
         )
-        assert mirror is not None
         self.placed = PlacedWeights(placement, live, load_weights=self._load_weights)
         self.subscriber = Subscriber(self._bucket, run, mirror, threads=settings.threads)
         self._update: Update | None = None
@@ -110,7 +109,7 @@ class RankWeights:
     def _read_run(self) -> tuple[Run, int]:
         """Returns the run and its newest version."""
         self._bucket = RetryingBucket(open_bucket(self.settings.run))
-        run = require_run(self._bucket, public_key=self.settings.public_key)
+        run = read_run(self._bucket, public_key=self.settings.public_key)
         newest = newest_readable(self._bucket, run)
         if newest is None:
             raise InputError("the run has no version yet", run=self._bucket.url)

@@ -32,7 +32,7 @@ from deltawire.engines.vllm.refusals import refuse_configuration
 from deltawire.engines.vllm.settings import FollowSettings, in_use, parse, settings_of
 from deltawire.errors import BugError, DeltawireError, InputError, ResyncError
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 from deltawire.sync.chain.version_poller import VersionPoller
 
 POLL_EVERY_S = 0.02
@@ -475,7 +475,7 @@ class VersionWatcher(threading.Thread):
 
     def _poll(self) -> None:
         if self._poller is None:
-            run = require_run(self._bucket, public_key=self._public_key)
+            run = read_run(self._bucket, public_key=self._public_key)
             self._poller = VersionPoller(self._bucket, run)
         newest = self._poller.newer(self._controller.wanted)
         if newest is not None:

@@ -14,7 +14,7 @@ from statistics import median
 from deltawire.errors import DeltawireError, InputError
 from deltawire.launch.doctor.findings import Finding
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import newest_version, read_run
+from deltawire.sync import find_run, newest_version
 from deltawire.testing.scratch import scratch_bucket
 
 AREA = "store"
@@ -67,7 +67,7 @@ def examine_conformance(url: str, report: Callable[[str], None]) -> list[Finding
 def _answers(bucket: Bucket) -> Finding:
     """Looks for a run: one request, which fails if the store, the bucket or access is missing."""
     started = time.perf_counter()
-    run = read_run(bucket)
+    run = find_run(bucket)
     spent_ms = (time.perf_counter() - started) * 1e3
     if run is None:
         found = "it answers; no run lies there"

@@ -7,7 +7,7 @@ from statistics import median
 from deltawire.errors import InputError
 from deltawire.plan.fleet.rates import CodecRates
 from deltawire.store import Bucket
-from deltawire.sync import newest_version, read_manifest, require_run
+from deltawire.sync import newest_version, read_manifest, read_run
 
 LAST = 20
 """Versions that are looked at, the newest ones."""
@@ -19,7 +19,7 @@ def learn_share(bucket: Bucket, codec: CodecRates) -> float:
     Manifests state bytes and not changes, so the measured sizes are inverted: bytes grow with the
     share. Raises `InputError` for a run without deltas.
     """
-    run = require_run(bucket)
+    run = read_run(bucket)
     newest = newest_version(bucket)
     sizes = []
     for version in range(newest or 0, max(0, (newest or 0) - LAST), -1):

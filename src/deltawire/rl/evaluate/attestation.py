@@ -15,7 +15,7 @@ from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.runtime.lines import publication_bucket
 from deltawire.store import Bucket
 from deltawire.store.retrying import RetryingBucket
-from deltawire.sync import read_manifest, require_run
+from deltawire.sync import read_manifest, read_run
 from deltawire.wire.status import Heartbeat, TrainerStatus
 
 AUDIT_PATIENCE_S = 120.0
@@ -112,7 +112,7 @@ def served_status(bucket: Bucket, config: RunConfig, status: TrainerStatus) -> T
     if served_exporter(config) == config.train.exporter:
         return status
     place = RetryingBucket.over(publication_bucket(bucket, served_exporter(config)))
-    manifest = read_manifest(place, require_run(place), status.version)
+    manifest = read_manifest(place, read_run(place), status.version)
     if manifest is None:
         raise InputError(
             f"the line {served_exporter(config)} lacks version {status.version}",

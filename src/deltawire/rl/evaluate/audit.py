@@ -11,7 +11,7 @@ from deltawire.errors import CorruptError
 from deltawire.rl.control.rollout_reader import read_group
 from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket
-from deltawire.sync import read_history, read_run
+from deltawire.sync import find_run, read_history
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.rollouts import MAX_GROUP_BYTES, decode_group
@@ -173,7 +173,7 @@ def _too_old(bucket: Bucket, key: str, oldest: int) -> bool:
 
 def all_metadata(bucket: Bucket) -> Iterator[tuple[int, CommitMetadata]]:
     """The metadata of each committed version after 0; raises `CorruptError` for a broken chain."""
-    run = read_run(bucket)
+    run = find_run(bucket)
     if run is None:
         return
     for manifest in read_history(bucket, run, readers=READERS):

@@ -25,7 +25,7 @@ from deltawire.export.models import (
 from deltawire.export.quantized import serve_quantized
 from deltawire.placement.live import LiveWeights
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
-from deltawire.sync import load_mirror, read_run
+from deltawire.sync import find_run, load_mirror
 from deltawire.train.build import build_model, byte_tokenizer
 
 MAX_PROMPTS = 4096
@@ -74,15 +74,13 @@ def _refuse_version(place: str, version: int | None) -> None:
 
 def _of_run(place: str, version: int | None, trust: ReaderTrust) -> Source:
     bucket = open_trusted(place, trust)
-    run = read_run(bucket)
+    run = find_run(bucket)
     if run is None:
         raise InputError(
             f"{place} is neither a model directory, nor a run, nor a configuration",
             hint="give a folder with config.json, a run's bucket, or a .toml with [model.build]",
         )
     mirror = load_mirror(bucket, run, at=version)
-    if mirror is None:
-        raise InputError("there is no such version", run=bucket.url, version=version)
     with fetch_model_files(bucket, run) as folder:
         train = run_config(run.config, url=bucket.url).train if run.config else None
         model = open_model(Path(folder), train.served_adapter if train else AdapterConfig())

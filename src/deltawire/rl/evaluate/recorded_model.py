@@ -91,8 +91,6 @@ class RecordedModel:
             try:
                 mirror = load_mirror(self._bucket, self._run, at=version, into=into)
             except CorruptError:
-                mirror = None
-            if mirror is None:
                 return False
             self._source.restore(mirror)
             self._mirror, self._version = mirror, version

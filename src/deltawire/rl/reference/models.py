@@ -7,7 +7,7 @@ from typing import Any
 
 from deltawire.codec import Digest
 from deltawire.config import RunConfig
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import InputError
 from deltawire.export.adapter import open_model
 from deltawire.export.models import fetch_model_files, load_model, serve_as
 from deltawire.export.source import digest_of, open_source
@@ -42,12 +42,6 @@ def load_reference_model(bucket: Bucket, run: Run, config: RunConfig) -> tuple[A
         digest = digest_of(open_source("bf16", model))
         return model.eval().requires_grad_(requires_grad=False), digest
     origin = load_mirror(bucket, run, at=0)
-    if origin is None:
-        raise CorruptError(
-            "the reference of train.loss.kl is version 0, which was pruned",
-            hint="a pruned version cannot be a reference",
-            run=bucket.url,
-        )
     open_source(config.train.exporter, policy).restore(origin)
     check_module(read_base(bucket, run), policy, who="reference", run=bucket.url)
     serve_as(policy, config.train.compute)

@@ -15,7 +15,7 @@ from deltawire.export.source import WeightSource, digest_of, is_lossy, open_sour
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
-from deltawire.sync import newest_version, read_run, require_run
+from deltawire.sync import find_run, newest_version, read_run
 from deltawire.sync.chain.objects import another_model, check_signer
 from deltawire.train.checkpoint import checkpoint_versions, keep_checkpoint, save_checkpoint
 from deltawire.train.masters import MasterWeights
@@ -52,10 +52,10 @@ def start_run(
     served = publications.get(config.rollout.weights, start[1])
     check_tensors(config.rollout.engine, served.specs())
     if newest_version(bucket) is None:
-        if read_run(bucket) is not None:  # An earlier start ended before it committed version 0.
+        if find_run(bucket) is not None:  # An earlier start ended before it committed version 0.
             check_same(bucket, config)
         publish_start(bucket, config, model_directory, start, signer=signer, run_id=run_id)
-    run = require_run(bucket, public_key=signer.public_key if signer else "")
+    run = read_run(bucket, public_key=signer.public_key if signer else "")
     check_signer(bucket, run, signer)
     keep_start(bucket, config, start)
     for exporter, publication in publications.items():
@@ -79,7 +79,7 @@ def keep_start(bucket: Bucket, config: RunConfig, start: tuple[Any, WeightSource
     model, source = start
     if not is_lossy(source) or newest_version(bucket) != 0:
         return
-    run = require_run(bucket)
+    run = read_run(bucket)
     if checkpoint_versions(bucket):
         return
     keep_checkpoint(bucket, 0)

@@ -28,7 +28,7 @@ from deltawire.rl.trainer.trainer import Trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 from deltawire.train.parallel.ranks import join_ranks, leave_ranks, lost_ranks, world_of
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
@@ -137,7 +137,7 @@ def _open_rank(
 
 def _require_same(bucket: Bucket, start: Start | StartLines) -> Run:
     """Return the run in the bucket; raises `InputError` if rank 0 found another."""
-    run = require_run(bucket, public_key=start.public_key)
+    run = read_run(bucket, public_key=start.public_key)
     if run.id != start.run:
         raise InputError(
             f"rank {world_of()[0]} found the run {run.id[:16]}, rank 0 the run {start.run[:16]}",

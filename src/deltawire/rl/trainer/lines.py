@@ -31,7 +31,7 @@ from deltawire.rl.trainer.trainer import Trainer
 from deltawire.runtime.fleet import next_epoch
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import Process, open_run
-from deltawire.sync import require_run
+from deltawire.sync import read_run
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
 from deltawire.wire.seal import Signer
@@ -59,7 +59,7 @@ class LinesTrainer:
         changed: bool = False,
     ) -> None:
         self._process, self._config, self._signer = process, config, signer
-        self._run = require_run(process.bucket)
+        self._run = read_run(process.bucket)
         self._epoch = next_epoch(process.bucket, self._run, 0)
         self._changed = changed
         self._open = ExitStack()

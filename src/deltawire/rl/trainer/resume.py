@@ -151,22 +151,13 @@ def resume(
 def _continue_from(bucket: Bucket, run: Run, source: Any, *, at: int) -> None:
     """Reads what the version after ``at`` depends on, such as scales."""
     mirror = load_mirror(bucket, run, at=at, wanted=source.continued())
-    if mirror is None:
-        raise CorruptError("a version is missing", run=bucket.url, version=at)
     source.continue_from(mirror)
 
 
 def _load_version(bucket: Bucket, run: Run, source: WeightSource, *, at: int) -> Mirror:
     """Load the part of a version that this rank needs; raises `CorruptError` if it cannot be
     read."""
-    origin = load_mirror(bucket, run, at=at, wanted=wanted_of(source))
-    if origin is None:
-        raise CorruptError(
-            "there is no complete checkpoint, and no version 0 to start from",
-            hint="pruned versions cannot be recomputed",
-            run=bucket.url,
-        )
-    return origin
+    return load_mirror(bucket, run, at=at, wanted=wanted_of(source))
 
 
 def load_reference(
@@ -199,12 +190,6 @@ def load_reference(
     shard_model(reference, mesh, compute=compute, published=source.compute_dtype)
     source = open_source(config.train.exporter, reference)
     origin = load_mirror(bucket, run, at=0, wanted=wanted_of(source))
-    if origin is None:
-        raise CorruptError(
-            "the reference of train.loss.kl is version 0, which was pruned",
-            hint="a pruned version cannot be a reference",
-            run=bucket.url,
-        )
     source.restore(origin)
     return FrozenCopy(reference.eval().requires_grad_(False), config.train)
 

@@ -174,8 +174,6 @@ def _explain(bucket: Bucket, run: Run, found: TrainingVerification, state: Resum
     except DeltawireError as error:
         found.reason += f"; {error}"
         return
-    if published is None:
-        return
     ours = bits_of(state.masters.source)
     found.tensors = {
         name: int(np.count_nonzero(bits != ours[name].reshape(bits.shape)))

@@ -27,8 +27,8 @@ from deltawire.wire.seal import Signer, check_signature, unseal
 from deltawire.wire.signing import verify
 
 
-def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
-    """Reads the run in this bucket, None if there is none; raises `CorruptError`.
+def find_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
+    """Reads the run in this bucket; returns None if there is none. Raises `CorruptError`.
 
     With ``public_key`` (64 hexadecimal digits, optionally followed by a colon and the run's id),
     refuses a run that its owner did not sign or that has another id; everything read of the run
@@ -54,9 +54,9 @@ def read_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
     return run
 
 
-def require_run(bucket: Bucket, *, public_key: str = "") -> Run:
-    """Reads the run in this bucket as `read_run` does; raises `InputError` if there is none."""
-    run = read_run(bucket, public_key=public_key)
+def read_run(bucket: Bucket, *, public_key: str = "") -> Run:
+    """Reads the run in this bucket as `find_run` does; raises `InputError` if there is none."""
+    run = find_run(bucket, public_key=public_key)
     if run is None:
         raise InputError(
             "there is no run here",
@@ -92,13 +92,13 @@ def create_run(bucket: Bucket, run: Run, *, signer: Signer | None = None) -> Run
     readers would refuse the new run.
     """
     check_signer(bucket, run, signer)
-    existing = read_run(bucket)
+    existing = find_run(bucket)
     if existing is None:
         data = encode_run(run, signer=signer)
         _check_readable(bucket, data)
         if bucket.create(keys.RUN, data):
             return run
-    existing = existing or read_run(bucket)
+    existing = existing or find_run(bucket)
     if existing is None:
         raise RetryError("run.json existed and is now missing", run=bucket.url, key=keys.RUN)
     if existing.tensors != run.tensors or existing.digest != run.digest:

@@ -26,7 +26,7 @@ from deltawire.sync.chain.objects import (
     committed_objects,
     late_version,
     read_manifest,
-    require_run,
+    read_run,
 )
 from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest
@@ -229,7 +229,7 @@ class VersionPoller:
         """Detects a run that was deleted, replaced by another, or set back to older versions."""
         meta = self.bucket.head(keys.RUN)
         if meta != self._run_meta:
-            there = require_run(self.bucket, public_key=self.run.public_key)
+            there = read_run(self.bucket, public_key=self.run.public_key)
             if there.id != self.run.id:
                 raise ResyncError(
                     "the bucket holds another run now",

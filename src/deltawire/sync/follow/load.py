@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from deltawire import codec
-from deltawire.errors import CorruptError, ResyncError
+from deltawire.errors import CorruptError, ResyncError, RetryError
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync.chain.objects import read_manifest
 from deltawire.sync.chain.route_finder import RouteFinder
@@ -34,9 +34,9 @@ def load_mirror(
     resume: bool = False,
     threads: int | None = None,
     known: Manifest | None = None,
-) -> Mirror | None:
+) -> Mirror:
     """Loads version ``at``, or the newest one that can be read if ``at`` is None, by the fewest
-    bytes. Returns None if nothing is committed yet.
+    bytes.
 
     ``wanted`` names tensors, or rows of them, for a reader that wants only those (see `select`).
     ``into`` is a mirror to fill or move forward instead of a new one; its content is first compared
@@ -47,19 +47,19 @@ def load_mirror(
     Plans around damaged and missing objects. Without ``at``, falls back to an older version if no
     route leads to the newest. Raises `CorruptError` naming the first such object when no route is
     left, `ResyncError` if ``at`` is None and the mirror is newer than everything that can be read,
-    and `RetryError` if the store does not answer.
+    and `RetryError` if no version is published yet or the store does not answer.
 
     Example::
 
         bucket = open_bucket("s3://bucket/run")
-        mirror = load_mirror(bucket, require_run(bucket))
+        mirror = load_mirror(bucket, read_run(bucket))
         mirror.version, mirror.tensors["norm"]
     """
     bucket = RetryingBucket.over(bucket)
     if known is None and at is None:
         known = newest_readable(bucket, run)
         if known is None:
-            return None
+            raise RetryError("no version is published yet", run=bucket.url)
     target = at if known is None else known.version
     assert target is not None
     assert at is None or at == target

@@ -15,7 +15,7 @@ from deltawire.sync.chain.objects import newest_version
 from deltawire.sync.chain.payloads import DamagedTableError, read_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge
-from deltawire.sync.chain.version_poller import VersionPoller
+from deltawire.sync.chain.version_poller import VersionPoller, newest_readable
 from deltawire.sync.follow.blob_cache import BlobCache, configured_cache
 from deltawire.sync.follow.fetch import decode_delta
 from deltawire.sync.follow.load import (
@@ -209,13 +209,16 @@ class Subscriber:
         with self._turn:
             if self.mirror.version >= 0:
                 return False
+            newest = newest_readable(self.bucket, self.run)
+            if newest is None:
+                return False
             filled = load_mirror(
-                self.bucket, self.run, into=self.mirror, resume=True, threads=self._threads
-            )
-            if filled is not None:
-                self._verified = filled.version
-                self._notify(filled.version)
-            return filled is not None
+                self.bucket, self.run, into=self.mirror, resume=True, threads=self._threads,
+                known=newest,
+            )  # fmt: skip
+            self._verified = filled.version
+            self._notify(filled.version)
+            return True
 
     def _require_version(self) -> None:
         if self.mirror.version < 0:
@@ -404,7 +407,6 @@ class Subscriber:
             self.bucket, self.run, at=target, into=empty_mirror(self.run, spans),
             threads=self._threads,
         )  # fmt: skip
-        assert other is not None
         pieces = list(differences(self.mirror, other, self.run.chunk))
         if spent is None:
             spent = sum(bits.nbytes for bits in other.tensors.values())

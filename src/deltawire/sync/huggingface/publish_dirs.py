@@ -17,7 +17,7 @@ from deltawire.codec import Digest
 from deltawire.errors import CorruptError, FencedError, InputError
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync.chain.gc_intents import blobs_stay
-from deltawire.sync.chain.objects import read_manifest, read_run
+from deltawire.sync.chain.objects import find_run, read_manifest
 from deltawire.sync.huggingface.checkpoint_dir import (
     NO_FILES,
     Checkpoint,
@@ -129,7 +129,7 @@ class CheckpointPublisher:
         self._public_key = signer.public_key if signer else public_key
         self._opening = False
         """An attempt to open the publisher failed; it may have started the run."""
-        self.run: Run | None = read_run(self.bucket, public_key=self._public_key)
+        self.run: Run | None = find_run(self.bucket, public_key=self._public_key)
         if self.run is not None and self.run.public_key and signer is None and not dry_run:
             raise InputError("the run is signed", hint="pass its private key", run=bucket.url)
         self._index: IdentityIndex | None = None

@@ -24,12 +24,12 @@ from deltawire.store import Bucket, RetryingBucket, overwrites_on_create
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import (
     committed_versions,
+    find_run,
     get_blob,
     newest_version,
     read_compacted_delta,
     read_manifest,
     read_retention_floors,
-    read_run,
 )
 from deltawire.sync.chain.payloads import read_blobs, table_blobs
 from deltawire.sync.follow.fetch import decode_anchor, decode_delta, in_order, read_for
@@ -121,7 +121,7 @@ def check_run(
         assert found.whole, found.faults
     """
     bucket = RetryingBucket.over(bucket)
-    run = read_run(bucket, public_key=public_key)
+    run = find_run(bucket, public_key=public_key)
     if run is None:
         if newest_version(bucket) is None:
             raise InputError("there is no run here", hint="check the path", run=bucket.url)

@@ -261,7 +261,6 @@ class RegionAnchors:
             into.begin()
         self._mirror = into
         mirror = load_mirror(bucket, run, at=at, into=into, threads=self._threads)
-        assert mirror is not None
         if isinstance(stated, Manifest):
             assert stated.delta is not None
             pieces, held = decode_delta(

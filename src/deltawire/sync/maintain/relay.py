@@ -47,12 +47,12 @@ from deltawire.sync.chain.objects import (
     check_signed,
     committed_versions,
     files_of,
+    find_run,
     later_anchors,
     newest_retention_floor,
     newest_version,
     read_manifest,
     read_run,
-    require_run,
 )
 from deltawire.sync.chain.payloads import read_blobs, table_blobs
 from deltawire.sync.chain.version_poller import newest_readable
@@ -157,7 +157,7 @@ class Relay:
         self._prune_error: UnreadableError | None = None
         self._copied: set[str] = set()
         """Blobs of the version in progress that are at the destination."""
-        self.run = require_run(self.source, public_key=public_key)
+        self.run = read_run(self.source, public_key=public_key)
         self._copies = BlobCopies(self.source, self.destination, self.run)
         self._copy_run(public_key)
         self._keyless = bool(self.run.public_key) and signer is None
@@ -379,7 +379,7 @@ class Relay:
         there = require_evidence(
             self.destination,
             keys.RUN,
-            lambda: read_run(self.destination, public_key=public_key),
+            lambda: find_run(self.destination, public_key=public_key),
             so="nothing was copied",
         )
         if there is not None and there.id != self.run.id:

@@ -487,8 +487,6 @@ class Publisher:
         """
         fresh = self._writer.baseline.fresh(self.run)
         mirror = load_mirror(self.bucket, self.run, at=found.version, into=fresh)
-        if mirror is None:
-            raise CorruptError("a committed version is missing", version=found.version)
         self._anchors.leave(self._writer.baseline)
         self._writer.restart_from(mirror)
         self._unanswered = None

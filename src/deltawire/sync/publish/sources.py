@@ -18,11 +18,11 @@ from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync.chain.objects import (
     another_model,
     create_run,
+    find_run,
     newest_version,
     put_blob,
     read_manifest,
     read_run,
-    require_run,
 )
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.follow.load import load_mirror
@@ -112,7 +112,7 @@ def open_publisher(
         bucket = open_bucket(bucket, create=True)
     bucket = RetryingBucket.over(bucket)
     key = signer.public_key if signer else ""
-    existing = read_run(bucket, public_key=key)
+    existing = find_run(bucket, public_key=key)
     stored = {spec.name for spec in existing.tensors} if existing else set[str]()
     table = table_of(tensors, stored=stored) if specs is None else (specs, dict[str, str]())
     if snapshot_dir is not None:  # Before a run is made.
@@ -161,7 +161,7 @@ def continue_publisher(
     run.
     """
     bucket = RetryingBucket.over(bucket)
-    run = require_run(bucket, public_key=signer.public_key if signer else "")
+    run = read_run(bucket, public_key=signer.public_key if signer else "")
     return _continued(bucket, run, newest_readable(bucket, run), signer, snapshot_dir, options)
 
 
@@ -175,17 +175,18 @@ def _continued(
 ) -> Publisher:
     """Opens a publisher that continues a run from its newest version, if it has one."""
     empty = empty_mirror(run) if snapshot_dir is None else offloaded_mirror(run, snapshot_dir)
-    mirror = None if newest is None else load_mirror(bucket, run, known=newest, into=empty)
-    held = newest
-    if newest is not None and mirror is not None and mirror.version != newest.version:
-        held = read_manifest(bucket, run, mirror.version)
+    mirror, held = empty, newest
+    if newest is not None:
+        mirror = load_mirror(bucket, run, known=newest, into=empty)
+        if mirror.version != newest.version:
+            held = read_manifest(bucket, run, mirror.version)
     epochs = [manifest.epoch for manifest in (newest, held) if manifest]
     head = -1 if newest is None else newest.version
     warn_of_uncommitted(bucket, run, head)
     return Publisher(
         bucket,
         run,
-        empty if mirror is None else mirror,
+        mirror,
         epoch=max(epochs, default=-1) + 1,
         newest=head,
         signer=signer,

@@ -32,7 +32,7 @@ from deltawire.runtime.fleet import next_epoch
 from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_as_trainer
 from deltawire.store import Bucket, RetryingBucket, open_bucket
-from deltawire.sync import newest_readable, require_run
+from deltawire.sync import newest_readable, read_run
 from deltawire.train.client.forward import vocabulary_of
 from deltawire.train.client.operations import (
     Begin,
@@ -268,7 +268,7 @@ def follow(settings: OpenSettings) -> None:
             pinned = str(Pin(begin.public_key, begin.run))
             settings = msgspec.structs.replace(settings, public_key=pinned)
         bucket = RetryingBucket.over(settings.open_bucket())
-        run = require_run(bucket, public_key=begin.public_key)
+        run = read_run(bucket, public_key=begin.public_key)
         if run.id != begin.run:
             raise InputError(
                 f"rank {world_of()[0]} found the run {run.id[:16]}, rank 0 the run "

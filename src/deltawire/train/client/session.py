@@ -24,11 +24,11 @@ from deltawire.sync import (
     Mirror,
     Publisher,
     ShardPublisher,
+    find_run,
     load_mirror,
     newest_version,
     read_manifest,
     read_run,
-    require_run,
 )
 from deltawire.train.checkpoint import CheckpointWriter, keep_checkpoint, load_checkpoint
 from deltawire.train.client.forward import evaluate
@@ -77,7 +77,7 @@ def new_run(
     A run whose first process died before version 0 is completed. Raises `InputError` if the bucket
     holds a run already, or the model cannot be loaded.
     """
-    if read_run(bucket) is not None and newest_version(bucket) is not None:
+    if find_run(bucket) is not None and newest_version(bucket) is not None:
         raise InputError(
             "a run exists here already",
             hint="continue it with TrainingClient.load, or choose another folder",
@@ -302,7 +302,7 @@ class TrainingSession:
             raise InputError(f"{where[:200]!r} is not RUN_URL@VERSION")
         bucket = self.bucket if url == self.bucket.url else open_trusted(url)
         version = int(number)
-        run = require_run(bucket)
+        run = read_run(bucket)
         if run.tensors != self.run.tensors:
             raise InputError("the state belongs to another model", run=url, version=version)
         state = {name: one.clone() for name, one in self.masters.state().items()}
@@ -349,8 +349,6 @@ def _reset(bucket: Bucket, run: Run, masters: MasterWeights, *, at: int) -> Mirr
     whole version on a single process, else this rank's part."""
     wanted = None if masters.mesh.ranks == 1 else wanted_of(masters.source)
     found = load_mirror(bucket, run, at=at, wanted=wanted)
-    if found is None:
-        raise InputError("the run has no version 0", run=bucket.url)
     masters.reset(found)
     return found
 

@@ -7,7 +7,7 @@ from anchored import anchor_of
 
 from deltawire.errors import CorruptError
 from deltawire.store import open_bucket
-from deltawire.sync import Subscriber, load_mirror, read_manifest, read_run
+from deltawire.sync import Subscriber, find_run, load_mirror, read_manifest, read_run
 from deltawire.sync.chain.objects import get_blob, put_blob
 from deltawire.sync.chain.payloads import read_blobs
 from deltawire.testing.faulty import FaultyBucket, flip_bit
@@ -108,7 +108,7 @@ def test_every_bit_of_run_and_manifests():
     publisher.close()
     run = read_run(bucket)
     for key, read in (
-        (keys.RUN, lambda: read_run(bucket)),
+        (keys.RUN, lambda: find_run(bucket)),
         (keys.manifest(0), lambda: read_manifest(bucket, run, 0)),
         (keys.manifest(1), lambda: read_manifest(bucket, run, 1)),
     ):

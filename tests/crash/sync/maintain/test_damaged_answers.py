@@ -9,7 +9,7 @@ from history import snapshot, weights
 
 from deltawire.errors import DeltawireError, RetryError, UnreadableError
 from deltawire.store import open_bucket
-from deltawire.sync import Relay, load_mirror, open_publisher, read_manifest, read_run
+from deltawire.sync import Relay, find_run, load_mirror, open_publisher, read_manifest, read_run
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, flip_bit, half
@@ -216,7 +216,7 @@ def test_a_relay_seals_no_damaged_run_for_good(damage, signed):
         there = destination.get(keys.RUN, limit=1 << 20)
         assert there in (None, inner.get(keys.RUN, limit=1 << 20))
     relay_all(inner, destination)
-    assert read_run(destination) == read_run(inner)
+    assert find_run(destination) == find_run(inner)
 
 
 def test_a_run_that_stays_unreadable_is_not_copied(bucket):

@@ -18,7 +18,15 @@ from key_meter import KeyMeter
 from benchmarks.synthetic import SyntheticSteps
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store import Bucket, MeteredBucket, open_bucket
-from deltawire.sync import Relay, load_mirror, open_publisher, prune, read_manifest, read_run
+from deltawire.sync import (
+    Relay,
+    find_run,
+    load_mirror,
+    open_publisher,
+    prune,
+    read_manifest,
+    read_run,
+)
 from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.maintain.relay import Relayed
@@ -64,7 +72,6 @@ def test_anchors_after_the_first_never_cross() -> None:
     source = KeyMeter(inner)
     relay(source, destination)
     run = read_run(inner)
-    assert run is not None
     anchors: set[str] = set()
     deltas: set[str] = set()
     for version in range(1, 10):
@@ -119,7 +126,7 @@ def test_a_signed_run_verifies_at_the_destination_without_the_key() -> None:
     assert destination.list(keys.COMPACTED)
     assert check_run(destination, public_key=signer.public_key).faults == []
     with pytest.raises(CorruptError, match="another key"):
-        read_run(destination, public_key=Ed25519Signer.generate().public_key)
+        find_run(destination, public_key=Ed25519Signer.generate().public_key)
 
 
 def test_compacted_deltas_are_made_at_the_destination() -> None:
@@ -145,9 +152,7 @@ def test_a_new_region_begins_with_the_newest_anchor() -> None:
     assert found.whole
     assert found.first == 6
     run = read_run(destination)
-    assert run is not None
     mirror = load_mirror(destination, run)
-    assert mirror is not None
     assert mirror.version == 8
 
 
@@ -157,12 +162,10 @@ def test_versions_that_retention_took_from_the_source_are_passed() -> None:
     relay(source, destination)
     publish(source, 5, 11, anchor_every=3)
     run = read_run(source)
-    assert run is not None
     assert prune(source, run, cutoff=9, grace_s=0).pruned_below == 9
     assert relay(source, destination).version == 11
     assert relay(source, destination).version == 11
     mirror = load_mirror(destination, run)
-    assert mirror is not None
     assert mirror.version == 11
     publish(source, 12, 12, anchor_every=3)
     assert relay(source, destination).version == 12
@@ -173,13 +176,11 @@ def test_versions_that_are_pruned_before_the_first_is_copied_are_passed() -> Non
     publish(source, 0, 8, anchor_every=3)
     carrier = Relay(source, destination, start=0, strides=())
     run = read_run(source)
-    assert run is not None
     prune(source, run, cutoff=8, grace_s=0)
     assert carrier.version == -1
     carrier.advance()
     carrier.close()
     mirror = load_mirror(destination, run)
-    assert mirror is not None
     assert same_bits(mirror.tensors, weights(8))
 
 
@@ -191,7 +192,6 @@ def test_a_region_does_not_grow_for_ever() -> None:
     assert contents(destination) == contents(source)
     publish(source, 5, 11, anchor_every=3)
     run = read_run(source)
-    assert run is not None
     carrier = Relay(source, destination, strides=(), grace_s=0)
     assert carrier.advance() == 7
     assert prune(source, run, cutoff=9, grace_s=3600).floor == 9
@@ -213,7 +213,6 @@ def test_a_region_may_keep_versions_that_the_source_prunes() -> None:
     publish(source, 0, 9, anchor_every=3)
     relay(source, destination, grace_s=0)
     run = read_run(source)
-    assert run is not None
     prune(source, run, cutoff=9, grace_s=0)
     relay(source, destination, retain=False, grace_s=0)
     assert audit(destination, weights) == 9
@@ -246,7 +245,6 @@ def test_a_region_that_began_later_prunes_without_the_key(signed: bool) -> None:
     assert carrier.advance() == 1
     carrier.close()
     mirror = load_mirror(destination, publisher.run)
-    assert mirror is not None
     assert mirror.version == 12
 
 
@@ -260,7 +258,6 @@ def test_following_retention_may_fail_at_each_operation(
     publish(inner, 0, 6, anchor_every=3)
     relay(inner, filled)
     run = read_run(inner)
-    assert run is not None
     prune(inner, run, cutoff=3, grace_s=0)
     for at in range(1, 100):
         source, destination = FaultyBucket(inner), FaultyBucket(snapshot(filled))
@@ -275,7 +272,6 @@ def test_following_retention_may_fail_at_each_operation(
         faulty.heal()
         for version in (3, 6):
             mirror = load_mirror(destination, run, at=version)
-            assert mirror is not None
             assert same_bits(mirror.tensors, weights(version))
         carrier.prune()
         carrier.close()
@@ -293,7 +289,6 @@ def test_a_relay_killed_before_it_checked_its_blobs() -> None:
     publish(source, 0, 6, anchor_every=3)
     relay(source, destination)
     run = read_run(source)
-    assert run is not None
     manifest = read_manifest(destination, run, 6)
     assert manifest is not None
     assert manifest.delta is not None
@@ -378,7 +373,6 @@ def test_a_damaged_blob_at_the_destination_is_fetched_again() -> None:
     relay(source, inner)
     publish(source, 2, 2)
     run = read_run(source)
-    assert run is not None
     manifest = read_manifest(source, run, 2)
     assert manifest is not None
     assert manifest.delta is not None
@@ -445,7 +439,6 @@ def test_fifty_versions_move_a_fiftieth_of_fifty_models() -> None:
     publisher.close()
     carrier.close()
     mirror = load_mirror(destination, publisher.run)
-    assert mirror is not None
     assert mirror.version == carrier.version == 99
     name = steps.specs[0].name
     assert np.array_equal(mirror.tensors[name], steps.tensors[name].reshape(-1))

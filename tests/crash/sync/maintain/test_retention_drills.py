@@ -12,7 +12,14 @@ from history import LIMIT, follow, snapshot, weights
 
 from deltawire.errors import CorruptError, DeltawireError, FencedError, RetryError
 from deltawire.store import open_bucket, retrying
-from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest, read_run
+from deltawire.sync import (
+    Subscriber,
+    find_run,
+    load_mirror,
+    newest_version,
+    read_manifest,
+    read_run,
+)
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket
@@ -46,7 +53,7 @@ def check(bucket):
     the newest. Returns the newest version.
     """
     bucket = snapshot(bucket)
-    run, newest = read_run(bucket), newest_version(bucket)
+    run, newest = find_run(bucket), newest_version(bucket)
     manifests = [read_manifest(bucket, run, version) for version in range(newest + 1)]
     assert all(manifest is not None for manifest in manifests), "a gap"
     kept = [manifest.version for manifest in manifests if not manifest.pruned]

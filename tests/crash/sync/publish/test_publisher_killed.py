@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from history import LIMIT, check_bucket, snapshot, weights
 
-from deltawire.sync import load_mirror, newest_version, read_manifest, read_run
+from deltawire.sync import find_run, load_mirror, newest_version, read_manifest
 from deltawire.testing.tiny import same_bits, start_publisher
 from deltawire.wire import keys
 
@@ -98,7 +98,7 @@ def audit(bucket, *, only_head=False):
     published. Returns the newest version, and the names of blobs that no object names: somebody
     was killed between the two."""
     bucket = snapshot(bucket)
-    run, newest = read_run(bucket), newest_version(bucket)
+    run, newest = find_run(bucket), newest_version(bucket)
 
     def published(version):
         life = read_manifest(bucket, run, version).metadata["life"]

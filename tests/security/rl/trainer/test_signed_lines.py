@@ -28,7 +28,7 @@ from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.signed_bucket import grant_role
 from deltawire.runtime.trusted import ReaderTrust, open_as_trainer, trusted
 from deltawire.store import open_bucket
-from deltawire.sync import read_history, require_run
+from deltawire.sync import read_history, read_run
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.wire import keys, roles
 from deltawire.wire.ledger import CommitMetadata
@@ -123,7 +123,7 @@ def test_each_line_is_the_owners_and_its_id_follows_from_the_runs(run):
         assert config.line.name == name
         assert [one.version for one in read_history(place, held)] == [1, 2]
         assert place.pin == Pin(OWNER.public_key, held.id)
-        assert require_run(run_of_line(place, name)).id == run.pin.run_id
+        assert read_run(run_of_line(place, name)).id == run.pin.run_id
 
 
 def test_a_line_is_not_trusted_while_its_pinned_run_is_hidden(run, tmp_path):
@@ -142,9 +142,9 @@ def test_a_version_of_one_line_is_none_of_another(run):
     other = words.get(keys.manifest(VERSIONS), limit=1 << 20)
     run.plain.put(f"{keys.line('math')}/{keys.manifest(VERSIONS + 1)}", other)
     try:
-        held = require_run(math)
+        held = read_run(math)
         assert [one.version for one in read_history(math, held)] == [1, 2]
-        there = require_run(words)
+        there = read_run(words)
         assert [one.version for one in read_history(words, there)] == [1, 2]
     finally:
         run.plain.delete(f"{keys.line('math')}/{keys.manifest(VERSIONS + 1)}")
@@ -177,7 +177,7 @@ def test_a_line_of_another_run_is_refused(run):
     other = Pin(OWNER.public_key, "ef" * 16)
     place = line_bucket(run.opened(pin=other), "math")
     with pytest.raises(SignatureError):
-        require_run(place)
+        read_run(place)
 
 
 def test_further_precisions_of_a_signed_run_are_signed(tmp_path):
@@ -192,7 +192,7 @@ def test_further_precisions_of_a_signed_run_are_signed(tmp_path):
         model = open_policy_model(signed.owner, held, signed.config)
         Trainer(process, held, signed.config, model, signer=OWNER).loop()
     place = publication_bucket(signed.opened(), "fp8-block-f32")
-    line = require_run(place, public_key=OWNER.public_key)
+    line = read_run(place, public_key=OWNER.public_key)
     assert line.id == roles.run_of_line(signed.pin.run_id, "fp8-block-f32")
     assert [one.version for one in read_history(place, line)] == [1, 2]
 
@@ -219,7 +219,7 @@ def test_ranks_write_to_the_lines_of_a_signed_run(tmp_path):
     train(signed.plain, "--key", str(tmp_path / "owner.key"))
     for name in LINES:
         place = line_bucket(signed.opened(), name)
-        history = list(read_history(place, require_run(place)))
+        history = list(read_history(place, read_run(place)))
         assert [one.version for one in history] == [1, 2]
         made = [CommitMetadata.of(one.metadata, run="", version=one.version) for one in history]
         assert {one.ranks for one in made} == {2}

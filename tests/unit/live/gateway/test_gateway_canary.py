@@ -14,7 +14,7 @@ from deltawire.live.gateway import routing
 from deltawire.live.gateway.routing import ArmRouter
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.serving.replica_set import ReplicaSet
-from deltawire.sync import read_manifest, require_run
+from deltawire.sync import read_manifest, read_run
 from deltawire.wire.decisions import CANDIDATE, Decision, ServedVersion
 from deltawire.wire.receipts import SERVING, read_receipt
 
@@ -33,7 +33,7 @@ class Decider:
     """Appends decisions about a bucket's versions, as any process may."""
 
     def __init__(self, bucket):
-        self.bucket, self.run = bucket, require_run(bucket)
+        self.bucket, self.run = bucket, read_run(bucket)
         self.log = DecisionLog(bucket, self.run.id)
 
     def served(self, version):
@@ -72,7 +72,7 @@ async def ask(gateway, user, conversation):
     )  # fmt: skip
     assert status == 200
     text = json.loads(data)["deltawire"]["receipt"]
-    return read_receipt(text, public_key=SIGNER.public_key, run=require_run(gateway.bucket).id)
+    return read_receipt(text, public_key=SIGNER.public_key, run=read_run(gateway.bucket).id)
 
 
 @in_loop

@@ -10,7 +10,7 @@ from deltawire.errors import RetryError
 from deltawire.rl.control.rollout_retention import TRIM_S, RolloutRetention
 from deltawire.runtime.retained import read_retained
 from deltawire.store import DelegatingBucket
-from deltawire.sync import read_manifest, require_run
+from deltawire.sync import read_manifest, read_run
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.manifest import encode_manifest
@@ -33,7 +33,7 @@ class FailingBucket(DelegatingBucket):
 @pytest.fixture
 def bucket():
     inner = make_run(VERSIONS)
-    run = require_run(inner)
+    run = read_run(inner)
     for version in range(1, VERSIONS):
         groups = [("w0", 2 * version), ("w0", 2 * version + 1)]
         for group in groups:
@@ -53,7 +53,7 @@ def test_a_trim_that_was_interrupted_anywhere_is_completed_by_the_next(bucket):
     for left in range(14):
         bucket.left = left
         with pytest.raises(RetryError):
-            RolloutRetention(bucket, require_run(bucket), keep=1).trim(
+            RolloutRetention(bucket, read_run(bucket), keep=1).trim(
                 newest=VERSIONS - 1, oldest_checkpoint=VERSIONS - 1
             )
         floor = read_retained(bucket).rollouts
@@ -61,7 +61,7 @@ def test_a_trim_that_was_interrupted_anywhere_is_completed_by_the_next(bucket):
         bucket.left = 1 << 30
         if floor > 4:
             break
-    RolloutRetention(bucket, require_run(bucket), keep=1).trim(
+    RolloutRetention(bucket, read_run(bucket), keep=1).trim(
         newest=VERSIONS - 1, oldest_checkpoint=VERSIONS - 1
     )
     assert kept(bucket) == [VERSIONS - 1]
@@ -69,9 +69,7 @@ def test_a_trim_that_was_interrupted_anywhere_is_completed_by_the_next(bucket):
 
 def test_a_trim_that_takes_long_is_continued_by_the_next(bucket):
     times = iter(range(0, 10_000, round(0.4 * TRIM_S)))
-    retention = RolloutRetention(
-        bucket, require_run(bucket), keep=1, clock=lambda: float(next(times))
-    )
+    retention = RolloutRetention(bucket, read_run(bucket), keep=1, clock=lambda: float(next(times)))
     deleted = []
     while kept(bucket) != [VERSIONS - 1]:
         deleted.append(retention.trim(newest=VERSIONS - 1, oldest_checkpoint=VERSIONS - 1))

@@ -168,7 +168,7 @@ def test_two_writers_are_refused(run, tmp_path):
 KILLED = """
 import sys
 from deltawire.store import open_bucket
-from deltawire.sync import Subscriber, load_mirror, read_run
+from deltawire.sync import Subscriber, load_mirror, find_run, read_run
 from deltawire.sync.follow.mirror_file import open_mirror
 bucket = open_bucket(sys.argv[1])
 run = read_run(bucket)

@@ -390,4 +390,5 @@ def test_a_mirror_is_compared_with_its_versions_manifest_before_it_is_used(bucke
             Subscriber(bucket, run, wrong.copy()).prepare()
         found = load_mirror(bucket, run, at=held, into=wrong)
         assert_holds(found, held)
-        assert load_mirror(bucket, run, into=load_mirror(other, publisher.run, at=held)) is not None
+        wrong = load_mirror(other, publisher.run, at=held)
+        assert_holds(load_mirror(bucket, run, into=wrong), NEWEST)

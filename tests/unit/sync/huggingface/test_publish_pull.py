@@ -47,7 +47,6 @@ def publish(bucket: Bucket, *paths: Path, **options: Any) -> list[tuple[int, boo
 
 def pull(bucket: Bucket, path: Path, version: int) -> None:
     run = read_run(bucket)
-    assert run is not None
     with Checkout(bucket, run, path) as checkout:
         checkout.bring_to(version)
 
@@ -72,7 +71,6 @@ def test_files_and_sharding_that_change_belong_to_their_version(tmp_path: Path) 
         pull(bucket, tmp_path / "out", version)
         assert files_in(tmp_path / "out") == files_in(path)
     run = read_run(bucket)
-    assert run is not None
     manifest = read_manifest(bucket, run, 1)
     assert manifest is not None
     assert manifest.delta is not None
@@ -254,7 +252,6 @@ def test_only_deltas_are_fetched_once_a_version_is_there(tmp_path: Path) -> None
     bucket = KeyMeter(inner)
     pull(bucket, tmp_path / "out", 2)
     run = read_run(inner)
-    assert run is not None
     first = read_manifest(inner, run, 0)
     assert first is not None
     assert first.anchor is not None
@@ -271,7 +268,6 @@ def test_an_interrupted_pull_is_continued(tmp_path: Path, at: int) -> None:
     publish(inner, *paths, blob_bytes=512, chunk=64, anchor_every=0)
     bucket = FaultyBucket(inner)
     run = read_run(inner)
-    assert run is not None
     bucket.fail("get", "weights/blobs/*", at=at, error=lambda verb, key: CorruptError("stopped"))
     out = tmp_path / "out"
     stopped = True
@@ -313,8 +309,6 @@ def test_a_full_disk_is_one_error_and_the_pull_can_be_repeated(
     bucket = open_bucket("memory://")
     first = write_directory(tmp_path / "1", 0, sharded=True)
     publish(bucket, first)
-    run = read_run(bucket)
-    assert run is not None
     writes = 0
 
     def scarce(path: Path, data: bytes) -> None:
@@ -364,7 +358,6 @@ def test_existing_files_are_not_touched(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="another run"):
         pull(other, tmp_path / "empty", 0)
     run = read_run(bucket)
-    assert run is not None
     with (
         Checkout(bucket, run, tmp_path / "empty"),
         pytest.raises(InputError, match="another process"),
@@ -467,9 +460,7 @@ def test_a_published_directory_can_be_loaded_as_a_mirror(tmp_path: Path) -> None
     bucket = open_bucket("memory://")
     publish(bucket, *(write_directory(tmp_path / f"c-{n}", n) for n in range(2)))
     run = read_run(bucket)
-    assert run is not None
     mirror = load_mirror(bucket, run)
-    assert mirror is not None
     assert {n: b.tobytes() for n, b in mirror.tensors.items()} == contents(1)
     assert encode_layout(SafetensorsLayout(files=[])).endswith(b"\n")
 
@@ -490,7 +481,6 @@ def test_pruned_versions_with_metadata_of_each_step_are_known(tmp_path: Path) ->
     options: dict[str, Any] = {"anchor_every": 2, "retain": 2, "grace_s": 0.0}
     publish(bucket, *paths, **options)
     run = read_run(bucket)
-    assert run is not None
     first = read_manifest(bucket, run, 0)
     assert first is not None
     assert first.pruned
@@ -574,9 +564,7 @@ def test_a_publish_after_a_lost_answer_reports_what_there_is(
         last = publisher.publish(paths[3])
         assert (last.version, last.published) == (expected + 1, True)
     run = read_run(bucket)
-    assert run is not None
     mirror = load_mirror(bucket, run, at=again.version)
-    assert mirror is not None
     assert mirror.digest.hex() == again.digest
 
 
@@ -601,7 +589,6 @@ def test_a_pulled_directory_that_was_changed_is_noticed_and_built_again(
     path = write_directory(tmp_path / "c", 0)
     publish(bucket, path)
     run = read_run(bucket)
-    assert run is not None
     out = tmp_path / "out"
     pull(bucket, out, 0)
     with Checkout(bucket, run, out) as checkout:
@@ -629,7 +616,6 @@ def test_tied_names_are_compared_too(tmp_path: Path) -> None:
     weights = tmp_path / "out" / "model.safetensors"
     whole = weights.read_bytes()
     run = read_run(bucket)
-    assert run is not None
     for place in (-1, -49):  # One byte of each copy.
         data = bytearray(whole)
         data[place] ^= 1

@@ -36,7 +36,6 @@ class Clock:
 def names_of(url: str) -> list[Any]:
     bucket = open_bucket(url)
     run = read_run(bucket)
-    assert run is not None
     found = [read_manifest(bucket, run, version) for version in committed_versions(bucket)]
     return [None if one is None else one.metadata["checkpoint"] for one in found]
 
@@ -82,7 +81,6 @@ def test_broadcasts_of_prime_rl_are_taken_when_they_are_marked(tmp_path: Path) -
                 shutil.rmtree(folder / f"step_{step - 2}")
     assert published == [(f"step_{n}", "published") for n in range(4)]
     run = read_run(bucket)
-    assert run is not None
     with Checkout(bucket, run, tmp_path / "out") as checkout:
         checkout.bring_to(3)
     pulled = files_in(tmp_path / "out")
@@ -119,7 +117,6 @@ def test_files_are_lent_only_where_they_are_missing(tmp_path: Path) -> None:
         publisher.publish(own)
         assert publisher.publish(own).state == "there"
     run = read_run(bucket)
-    assert run is not None
     with Checkout(bucket, run, tmp_path / "out") as checkout:
         checkout.bring_to(0)
     assert files_in(tmp_path / "out") == files_in(own)

@@ -16,7 +16,7 @@ from deltawire import codec
 from deltawire.config.machine import POLICY, machine_policy
 from deltawire.errors import InputError, RetryError
 from deltawire.store import open_bucket, retrying
-from deltawire.sync import load_mirror, open_publisher, require_run
+from deltawire.sync import load_mirror, open_publisher, read_run
 from deltawire.sync.publish import offload
 from deltawire.sync.publish.lazy_tensor import LazyTensor
 from deltawire.sync.publish.sharded import load_ranges
@@ -55,7 +55,7 @@ def publish_versions(folder):
     again.publish(weights(5))
     again.close()
     again.close()  # Once more does no harm.
-    assert same_bits(load_mirror(bucket, require_run(bucket)).tensors, weights(5))
+    assert same_bits(load_mirror(bucket, read_run(bucket)).tensors, weights(5))
     return {
         key: bucket.get(key, limit=1 << 20) for key in bucket.list("") if "blobs/" in key
     }, again.digest

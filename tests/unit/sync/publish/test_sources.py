@@ -10,6 +10,7 @@ from deltawire.store import open_bucket
 from deltawire.sync import (
     CheckpointPublisher,
     Subscriber,
+    find_run,
     load_mirror,
     open_publisher,
     read_run,
@@ -71,7 +72,7 @@ def test_signed_from_end_to_end():
     subscriber = Subscriber(bucket, run, load_mirror(bucket, run, at=0))
     assert subscriber.advance()
     with pytest.raises(CorruptError, match="another key"):
-        read_run(bucket, public_key=other.public_key)
+        find_run(bucket, public_key=other.public_key)
     for wrong, error in ((None, InputError), (other, CorruptError)):
         with pytest.raises(error):
             open_publisher(bucket, model(0), signer=wrong, compaction_strides=())
@@ -119,7 +120,7 @@ def test_objects_of_another_writer_are_refused(forger, kind):
         assert same_bits(held.tensors, {"w": big[4]["w"].view("u8")})
         return
     with pytest.raises(CorruptError, match="sign"):
-        load_mirror(bucket, read_run(bucket, public_key=signer.public_key), at=4)
+        load_mirror(bucket, find_run(bucket, public_key=signer.public_key), at=4)
 
 
 def write_safetensors(path, tensors, pad=0):
@@ -158,7 +159,7 @@ def test_a_directory_of_safetensors(tmp_path):
     publisher = open_publisher(bucket, found, specs=specs, compaction_strides=())
     assert publisher.publish(found) == 1
     publisher.close()
-    assert read_run(bucket).tensors == specs
+    assert find_run(bucket).tensors == specs
 
 
 def test_it_equals_the_libraries_own(tmp_path):
@@ -207,7 +208,7 @@ def test_no_files_and_a_name_twice(tmp_path):
 
 def test_a_location_in_place_of_a_bucket_says_what_to_pass(tmp_path):
     for call in (
-        lambda: read_run("runs/x"),
+        lambda: find_run("runs/x"),
         lambda: load_mirror("runs/x", None),
         lambda: CheckpointPublisher(tmp_path / "x"),
     ):
@@ -216,14 +217,14 @@ def test_a_location_in_place_of_a_bucket_says_what_to_pass(tmp_path):
     with pytest.raises(InputError, match="expected a bucket, got a int"):
         open_publisher(3, {"a": np.zeros(3, np.float32)})
     open_publisher(tmp_path / "run", {"a": np.zeros(3, np.float32)}).close()
-    assert read_run(open_bucket(tmp_path / "run")).tensors[0].name == "a"
+    assert find_run(open_bucket(tmp_path / "run")).tensors[0].name == "a"
 
 
 def test_a_new_folder_is_made_only_if_it_is_asked_for(tmp_path):
     with pytest.raises(InputError, match=r"create=True\) of Python makes a new folder"):
         open_bucket(str(tmp_path / "new"))
     open_bucket(str(tmp_path / "new"), create=True)
-    assert read_run(open_bucket(str(tmp_path / "new"))) is None
+    assert find_run(open_bucket(str(tmp_path / "new"))) is None
 
 
 def test_a_module_is_no_mapping_of_tensors(tmp_path):

@@ -16,7 +16,7 @@ from deltawire.config import BuildConfig, ModelConfig, RunConfig, TrainConfig
 from deltawire.errors import CorruptError, FencedError, InputError
 from deltawire.export.models import save_model
 from deltawire.store import open_bucket
-from deltawire.sync import newest_version, read_manifest, read_run
+from deltawire.sync import find_run, newest_version, read_manifest
 from deltawire.train import AdamParams, SamplingParams, TrainingClient
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.client import host
@@ -51,7 +51,7 @@ def distance(left, right):
 
 def digest(url):
     bucket = open_bucket(url)
-    run, newest = read_run(bucket), newest_version(bucket)
+    run, newest = find_run(bucket), newest_version(bucket)
     return read_manifest(bucket, run, newest).digest
 
 
