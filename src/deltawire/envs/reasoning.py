@@ -54,6 +54,16 @@ _HASH_ORDERED = {"isomorphic_strings", "polynomial_multiplication", "ransom_note
 seed."""
 
 
+def require_dataset(name: str) -> None:
+    """Raises `InputError` unless reasoning-gym has a dataset of this name."""
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.4)
+        raise InputError(
+            f"reasoning-gym has no dataset {name!r}",
+            hint=f"did you mean {near[0]}?" if near else "see the reasoning-gym gallery",
+        )
+
+
 def _hash_seed_varies() -> bool:
     return bool(sys.flags.hash_randomization)
 
@@ -174,12 +184,7 @@ class ReasoningTasks:
         self._seed = seed
         self._datasets: dict[int, Any] = {}
         self._options = json.dumps(config.options, default=str)
-        if config.dataset not in DATASETS:
-            near = difflib.get_close_matches(config.dataset, DATASETS, n=1, cutoff=0.4)
-            raise InputError(
-                f"reasoning-gym has no dataset {config.dataset!r}",
-                hint=f"did you mean {near[0]}?" if near else "see the reasoning-gym gallery",
-            )
+        require_dataset(config.dataset)
         if config.dataset in _HASH_ORDERED and _hash_seed_varies():
             raise InputError(
                 f"the problems of dataset {config.dataset} differ from process to process",

@@ -12,6 +12,7 @@ import difflib
 import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import Any
 
 from deltawire.config import TaskConfig
 from deltawire.config.machine import machine_policy
@@ -33,6 +34,9 @@ BUILT_IN = {
     "simulated_users": "deltawire.envs.simulated_users:SimulatedUserTasks",
 }
 """The built-in environments: one line each."""
+_MODULES_OF_OPTIONS = {"verifiers": "deltawire.envs.verifiers_tasks:modules_of"}
+"""Functions that return the modules which an environment imports for its options, of those that
+import any."""
 _registered: dict[str, Factory] = {}
 
 
@@ -74,6 +78,9 @@ def require_tasks(config: TaskConfig) -> None:
         require_environment(task.environment)
         if task.reward:
             require_code("task.reward", task.reward)
+        if place := _MODULES_OF_OPTIONS.get(task.environment, ""):
+            for module in _attribute(place)(task):
+                require_code("task.options", module)
 
 
 def _factory(name: str) -> Factory:
@@ -99,10 +106,10 @@ def _unknown(name: str) -> InputError:
     )
 
 
-def _attribute(place: str) -> Factory:
+def _attribute(place: str) -> Callable[..., Any]:
     module, _, attribute = place.partition(":")
     try:
-        factory: Factory = getattr(importlib.import_module(module), attribute)
+        found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError(f"cannot load environment {place}: {error}") from error
-    return factory
+    return found

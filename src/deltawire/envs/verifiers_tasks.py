@@ -68,7 +68,7 @@ class VerifiersTasks:
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
         settings = _settings(config.options)
-        for module in sorted(_modules(settings)):
+        for module in modules_of(config):
             require_code("task.options", module)
         self._settings: dict[str, Any] = settings
         self._seed = seed
@@ -101,6 +101,11 @@ class VerifiersTasks:
 
     def _task(self, number: int) -> Task:
         return Task(f"{self._family}/{number}", number, self._family)
+
+
+def modules_of(config: TaskConfig) -> list[str]:
+    """Returns the modules that an environment imports; raises `InputError` for wrong options."""
+    return sorted(_modules(_settings(config.options)))
 
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def adapted(model: Any, config: AdapterConfig, *, seed: int) -> Any:
             )
     for name in saved:
         parent, _, last = name.rpartition(".")
-        wrapper = _peft().utils.ModulesToSaveWrapper(model.get_submodule(name), _NAME)
+        wrapper = require_peft().utils.ModulesToSaveWrapper(model.get_submodule(name), _NAME)
         setattr(model.get_submodule(parent), last, wrapper)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_of_adapter(name))
@@ -154,7 +154,7 @@ def _check_patterns(config: AdapterConfig, names: Sequence[str]) -> None:
 
 def _wrap_layers(model: Any, config: AdapterConfig, targets: Sequence[str]) -> set[str]:
     """Wraps linear layers and embeddings with PEFT's; returns their names."""
-    peft = _peft()
+    peft = require_peft()
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -284,11 +284,12 @@ def wrapped_layers(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
 
 
-def _peft() -> Any:
+def require_peft() -> Any:
+    """Returns the package peft; raises `InputError` without it."""
     try:
         import peft
     except ImportError as error:
         raise InputError(
-            "train.adapter needs the package peft", hint="pip install 'deltawire[lora]'"
+            "LoRA adapters need the package peft", hint="pip install 'deltawire[lora]'"
         ) from error
     return peft

@@ -62,6 +62,10 @@ def serve_tinker(location: str, launch: TinkerLaunch) -> None:
     check_token(token)
     if launch.frozen_head and launch.parameters != "lora":
         raise InputError("--frozen-head needs --parameters lora")
+    if launch.parameters == "lora":  # Before a client creates a model.
+        from deltawire.export.adapter import require_peft
+
+        require_peft()
     asyncio.run(_serve(location, launch, token, console))
 
 

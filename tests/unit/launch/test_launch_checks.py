@@ -59,6 +59,20 @@ def test_a_module_that_is_not_trusted_is_not_imported(tmp_path, capsys, model, m
     assert "does not trust" in line
 
 
+def test_modules_that_an_environment_imports_for_its_options_must_be_trusted(
+    tmp_path, capsys, model, monkeypatch
+):
+    options = '{ taskset = "wicked-tasks", env = { harness = { id = "odd/wicked_harness@1" } } }'
+    environment = f'verifiers"\noptions = {options}\nprompt = "'
+    code, line = dry_run(tmp_path, capsys, model, environment)
+    assert code == 2
+    assert "wicked_harness, which this machine does not trust" in line
+    monkeypatch.setenv("DELTAWIRE_TRUSTED_MODULES", "wicked_harness")
+    assert "module wicked_tasks" in dry_run(tmp_path, capsys, model, environment)[1]
+    monkeypatch.setenv("DELTAWIRE_TRUSTED_MODULES", "wicked_harness,wicked_tasks")
+    assert dry_run(tmp_path, capsys, model, environment)[0] == 0
+
+
 def test_a_run_with_a_wrong_model_ends_before_any_process_starts(tmp_path, capsys):
     config = tmp_path / "run.toml"
     config.write_text(TOML.format(path=tmp_path / "none", environment="reasoning_gym"))

@@ -1,5 +1,7 @@
 """The command's wrong input, and the schema against the SDK's own."""
 
+import sys
+
 import pytest
 from tinker_serving import make_model
 
@@ -50,6 +52,13 @@ def test_wrong_options(fail, model, monkeypatch, tmp_path):
     assert "begin with tml-" in fail(tmp_path / "b", "--model", model)
     monkeypatch.delenv("DELTAWIRE_TOKEN")
     assert "there is no token" in fail(tmp_path / "b", "--model", model)
+
+
+def test_adapters_without_their_package(fail, model, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    line = fail(tmp_path / "b", "--model", model, "--parameters", "lora")
+    assert "need the package peft; pip install 'deltawire[lora]'" in line
+    assert not (tmp_path / "b").exists()
 
 
 def test_the_schema_is_the_sdks():

@@ -127,6 +127,7 @@ def _task(document: Document, wishes: Wishes) -> None:
     kind, _, detail = wishes.task.partition(":")
     match kind:
         case "reasoning_gym":
+            _check_dataset(detail)
             document.table("task", "Problems of reasoning-gym, with their own scores.")
             document.key("dataset", detail or "spell_backward", "any of its datasets")
             if wishes.scratch and detail in ("", "spell_backward"):
@@ -150,6 +151,17 @@ def _task(document: Document, wishes: Wishes) -> None:
             raise InputError(f"there is no task {wishes.task!r}", hint=f"one of {', '.join(KINDS)}")
     if kind in ("verifiers", "workspace") and wishes.reward:
         raise InputError(f"tasks of {kind} have their own reward", hint="leave --reward out")
+
+
+def _check_dataset(name: str) -> None:
+    """Raises `InputError` for a name that reasoning-gym does not have."""
+    if name in ("", "spell_backward"):
+        return  # The default needs no import, which takes seconds.
+    try:
+        from deltawire.envs.reasoning import require_dataset
+    except ImportError:  # A configuration may be written where nothing is trained.
+        return
+    require_dataset(name)
 
 
 def _dataset_task(document: Document, wishes: Wishes, path: str) -> None:

@@ -261,7 +261,7 @@ class CheckpointPublisher:
         """Counts this publisher's versions that were committed although their call failed."""
         publisher = self._publisher
         if self._opening:
-            self.run = read_run(self.bucket, public_key=self._public_key)
+            self.run = find_run(self.bucket, public_key=self._public_key)
             if self.run is not None:
                 self._index = IdentityIndex(self.bucket, self.run, signer=self._signer)
             self._opening = False

@@ -150,7 +150,8 @@ def test_a_single_row_cannot_be_divided(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["workspace", "verifiers:mine", "reasoning_gym:leg_counting"])
-def test_each_kind_of_task_passes_the_checks(tmp_path, task):
+def test_each_kind_of_task_passes_the_checks(tmp_path, task, monkeypatch):
+    monkeypatch.setenv("DELTAWIRE_TRUSTED_MODULES", "mine")  # As the comment in the file says.
     written(Wishes(task=task, name="a run / of mine"), tmp_path)
 
 
@@ -182,3 +183,13 @@ def test_any_value_is_read_back_from_a_document():
         document.key(name, value, "comment")
     assert tomllib.loads(document.text()) == values
     assert max(map(len, document.text().splitlines())) <= 120
+
+
+@pytest.mark.parametrize("wish", [{}, {"max_tokens": 8}])
+def test_a_dataset_that_reasoning_gym_does_not_have_is_refused(model, tmp_path, wish):
+    for one in ({"model": str(model)}, {}):
+        with pytest.raises(InputError, match="no dataset 'spell_backwards'; did you mean spell_"):
+            write_new(
+                Wishes(task="reasoning_gym:spell_backwards", **one, **wish), tmp_path / "first.toml"
+            )
+    assert not (tmp_path / "first.toml").exists()
