@@ -47,8 +47,18 @@ from deltawire.errors import InputError
 from deltawire.runtime.children import ENVIRONMENT, ChildProcess, LocalLauncher
 from deltawire.train.rank_agent import rank_environment
 
-FORWARDED = ("DELTAWIRE_", "OMP_", "MKL_", "GLOO_", "NCCL_", "PYTHONPATH", "HF_HUB_OFFLINE")
-"""Beginnings of the variables that are passed on. Credentials are not: each machine has its own."""
+FORWARDED = ("OMP_", "MKL_", "GLOO_", "NCCL_")
+"""Beginnings of the variables that are passed on."""
+FORWARDED_NAMES = frozenset(
+    {
+        *("PYTHONPATH", "HF_HUB_OFFLINE", "DELTAWIRE_DURABLE", "DELTAWIRE_MACHINE_POLICY"),
+        *("DELTAWIRE_TRUSTED_MODULES", "DELTAWIRE_SIMD"),
+        *("DELTAWIRE_BLOB_CACHE", "DELTAWIRE_BLOB_CACHE_GB"),
+        *("DELTAWIRE_VLLM_PYTHON", "DELTAWIRE_VLLM_ARGS"),
+    }
+)
+"""Names of further ones. Credentials are not passed on: each machine has its own, and a gateway's
+tokens and its replicas' key are for no process of a run."""
 PLACEMENT_S = 300.0
 """How long a cluster may take to make room; one that grows by itself needs minutes."""
 OUTPUT_S = 1.0
@@ -324,7 +334,7 @@ class RayRanks:
 
 
 def _is_forwarded(name: str) -> bool:
-    return name.startswith(FORWARDED)
+    return name in FORWARDED_NAMES or name.startswith(FORWARDED)
 
 
 def _end(actor: Any) -> None:

@@ -128,6 +128,21 @@ def test_pods_have_no_more_rights_than_they_need(path):
             assert rights["capabilities"] == {"drop": ["ALL"]}
 
 
+def test_every_role_has_its_own_secrets():
+    held = {}
+    for path in KUBERNETES:
+        for _, pod in pods(path):
+            for container in containers(pod):
+                secrets = {one["secretRef"]["name"] for one in container.get("envFrom", ())}
+                held.setdefault(container["name"], set()).update(secrets)
+    assert {name for name, secrets in held.items() if "gateway-tokens" in secrets} == {"gateway"}
+    assert held["vllm"] == {"bucket-reader", "replica-key"}
+    roles = [held[name] for name in ("trainer", "worker", "evaluator", "vllm", "gateway")]
+    buckets = [secrets & {name for name in secrets if "bucket" in name} for secrets in roles]
+    assert all(len(one) == 1 for one in buckets)
+    assert len(set().union(*buckets)) == len(buckets), "no two roles share the bucket's secret"
+
+
 def test_the_image_installs_extras_that_exist():
     text = (LAUNCH / "Dockerfile").read_text()
     project = (ROOT / "pyproject.toml").read_text()

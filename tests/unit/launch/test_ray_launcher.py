@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from deltawire.launch.ray_launcher import (
     LOST,
     RayRanks,
     _Host,
+    _is_forwarded,
     bundles_of,
     without_key,
 )
@@ -54,6 +56,20 @@ def test_every_process_has_a_bundle_and_gpus_only_where_there_are_some() -> None
     assert bundles_of(ranks, gpus=True)["w0"] == {"CPU": 3.0, "GPU": 1.0}
     quiet = parse_config({**raw, "evaluate": {"every": 0}}, source="test")
     assert "evaluator" not in bundles_of(quiet, gpus=False)
+
+
+def test_settings_are_passed_on_and_credentials_are_not() -> None:
+    """Each variable of the program is in one of both lists, also one that is new."""
+    source = Path(ray_launcher.__file__).parents[1]
+    texts = [path.read_text(encoding="utf-8") for path in source.rglob("*.py")]
+    names = {name for text in texts for name in re.findall(r"\bDELTAWIRE_[A-Z_]+", text)}
+    kept = {
+        *("DELTAWIRE_TOKEN", "DELTAWIRE_ADMIN_TOKEN", "DELTAWIRE_REPLICA_KEY"),
+        *("DELTAWIRE_EPISODE", "DELTAWIRE_EPISODE_KEY_", "DELTAWIRE_RUN"),
+    }
+    assert {name for name in names if not _is_forwarded(name)} == kept
+    for name in ("AWS_SECRET_ACCESS_KEY", "VLLM_API_KEY", "HF_TOKEN", "DELTAWIRE_EPISODE_KEY_1"):
+        assert not _is_forwarded(name)
 
 
 @pytest.fixture
