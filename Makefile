@@ -11,6 +11,8 @@
 # make lock           renews requirements/: the newest versions that pyproject.toml admits, by hash
 # make newest         tests with the newest releases, also beyond the ranges, and says what would break;
 #                     TESTS="tests/unit/engines" runs a part
+# make mutate         breaks the code of each claim of docs/THREATS.md in turn, and lists what no test
+#                     notices; CLAIMS=webhook tries those whose text contains the word
 # make targets        compiles the native code for Arm, musl and macOS, and fuzzes what can run here
 BIN := .venv/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
@@ -69,6 +71,9 @@ dist: setup
 
 fuzz:
 	@$(MAKE) -C native/fuzz -j2 run SECONDS=$(or $(SECONDS),600)
+
+mutate: setup
+	$(BIN)/python scripts/mutate.py $(CLAIMS)
 
 targets:
 	@sh scripts/targets.sh $(or $(SECONDS),10)
