@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +35,8 @@ _LARGEST_EXPONENT = 700.0
 class _Event(msgspec.Struct, tag_field="event", frozen=True, kw_only=True):
     process: str
     """The process's name in the run: ``trainer``, ``evaluator`` or a worker's id."""
+    written_by: ClassVar[frozenset[Role]] = frozenset()
+    """The roles whose processes record events of this type; empty: every process does."""
 
 
 class Life(_Event, tag="life", frozen=True, kw_only=True):
@@ -80,6 +82,7 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     None if they were not finite; without a ``grad_norm`` the step changed no weight.
     """
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
     at: float
     version: int
     groups: int
@@ -129,6 +132,7 @@ class Allocated(_Event, tag="allocated", frozen=True, kw_only=True):
     their mean length.
     """
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
     at: float
     version: int
     judged: int
@@ -156,6 +160,7 @@ class Published(_Event, tag="published", frozen=True, kw_only=True):
     """A version was committed; the trainer was paused for ``blocked_ms``. Repeated with the bytes
     of an anchor that came later."""
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
     at: float
     version: int
     bytes_delta: int
@@ -178,6 +183,7 @@ class Restored(_Event, tag="restored", frozen=True, kw_only=True):
     ``exact`` if the optimizer's state was restored too, and ``weights`` if it starts again.
     """
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
     at: float
     version: int
     decision: int
@@ -241,6 +247,7 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     ``samples`` answers each at the rollout's temperature, and of one greedy answer each; and the
     mean ``reward`` of the sampled ones. ``sets`` are the same for each named set."""
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"evaluator"})
     at: float
     version: int
     accuracy: float
@@ -285,6 +292,7 @@ class HeldoutLoss(_Event, tag="heldout_loss", frozen=True, kw_only=True):
     """The loss of one version on held-out documents: over the tokens of all ``sources`` together,
     and of each by its name."""
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
     at: float
     version: int
     total: SourceLoss
@@ -299,6 +307,7 @@ class Diverged(_Event, tag="diverged", frozen=True, kw_only=True):
     ``examples`` name rollouts as worker/sequence#episode.
     """
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
     at: float
     version: int
     family: str
@@ -315,6 +324,7 @@ class Attempt(_Event, tag="attempt", frozen=True, kw_only=True):
     """Something that no worker of the run does was done by ``worker``, or in its name, ``count``
     times so far. No group of a ``quarantined`` worker is read or trained on any more."""
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
     at: float
     worker: str
     kind: str
@@ -326,6 +336,7 @@ class Attempt(_Event, tag="attempt", frozen=True, kw_only=True):
 class NoProgress(_Event, tag="no_progress", frozen=True, kw_only=True):
     """The last ``steps`` steps up to ``version`` moved nothing, for the ``reason``."""
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
     at: float
     version: int
     steps: int
@@ -340,6 +351,7 @@ class Forecasted(_Event, tag="forecast", frozen=True, kw_only=True):
     ``stops`` says that the run is finished because the upper end of ``gain`` is below it.
     """
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
     at: float
     version: int
     measure: str
@@ -358,6 +370,7 @@ class Controlled(_Event, tag="controlled", frozen=True, kw_only=True):
     tokens, by ``sampled``, ``trained``, ``published`` and ``environment``.
     """
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
     at: float
     version: int
     before: BudgetSetting
@@ -377,6 +390,7 @@ class SettingsChanged(_Event, tag="settings", frozen=True, kw_only=True):
     """The run was continued with other settings, from ``version`` on: by dotted key, the old value
     and the new one, as JSON."""
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
     at: float
     version: int
     changes: dict[str, tuple[Any, Any]]
@@ -388,6 +402,7 @@ class WarmStep(_Event, tag="warm_step", frozen=True, kw_only=True):
     ``loss`` is None if it was not a finite number.
     """
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"warm-start"})
     at: float
     step: int
     loss: float | None
@@ -421,6 +436,7 @@ class Parity(_Event, tag="parity", frozen=True, kw_only=True):
     loss: worker, group and index in it.
     """
 
+    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
     at: float
     version: int
     numeric: Gaps

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from deltawire.errors import CorruptError, DeltawireError, RetryError
-from deltawire.events import Event, decode_lines
+from deltawire.events import Event, Life, decode_lines
 from deltawire.runtime.event_archive import archived_segments, read_archive
 from deltawire.runtime.event_cursor import QUIET_S, Cursor, Cursors, follow
 from deltawire.runtime.retained import read_retained
@@ -36,13 +36,22 @@ def read_segment(bucket: Bucket, key: str) -> list[Event] | None:
 
 
 def own_events(stream: str, data: bytes) -> list[Event]:
-    """Returns the events in a segment of ``stream`` that name the process that writes it. Only a
-    supervisor records events of other processes: how they ended.
+    """Returns the events in a segment of ``stream`` that its process may record.
+
+    Those are events that name it, of the types that its role writes: a worker's key does not say
+    which versions the trainer published. A supervisor records how other processes ended, and
+    nothing else of them.
     """
-    events, process = decode_lines(data), keys.process_of_stream(stream)
+    process = keys.process_of_stream(stream)
+    return [event for event in decode_lines(data) if _may_record(event, process, stream)]
+
+
+def _may_record(event: Event, process: str | None, stream: str) -> bool:
     if process == SUPERVISOR_ROLE:
-        return events
-    return [event for event in events if event.process in (process, stream)]
+        return isinstance(event, Life)
+    if event.process not in (process, stream):
+        return False
+    return not event.written_by or process in event.written_by
 
 
 def events_of(bucket: Bucket, process: str) -> list[Event]:

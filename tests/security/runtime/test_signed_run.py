@@ -7,6 +7,7 @@ from time import monotonic
 
 import msgspec
 import pytest
+from numbered_events import numbered_event
 from signed_run import OTHER, OWNER, STRANGER, WORKER, SignedRun
 
 from deltawire.dashboard.status import Watch
@@ -353,7 +354,8 @@ def test_forged_events_are_not_believed(run):
             forged = sign_bytes(data, run_id=run.run.id, key=key, signer=signed, role=role)
         run.plain.put(key, forged)
     run.plain.put(keys.events("strange", 0), data)
-    run.bucket("worker-w0").put(keys.events("w0-00", 0), data + encode_lines([step("w0", 2)]))
+    own = encode_lines([numbered_event("w0", 2), step("w0", 667)])  # No worker makes a step.
+    run.bucket("worker-w0").put(keys.events("w0-00", 0), data + own)
     archive = EventArchive(segments=[ArchivedSegment("trainer-77", 0, data)])
     run.plain.put(keys.archive(0), encode_packed(archive))
     for reader in (run.bucket(), run.bucket(pinned=False)):

@@ -4,9 +4,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from heartbeats import put_heartbeat
+from numbered_events import numbered_event
 
 from deltawire.errors import SignatureError
-from deltawire.events import Evaluated, encode_lines
+from deltawire.events import encode_lines
 from deltawire.rl.evaluate.evaluator import evaluated_versions
 from deltawire.runtime import event_archive
 from deltawire.runtime.event_archive import (
@@ -65,10 +66,7 @@ def bucket():
 def write(bucket, stream, numbers):
     """One segment a second, whose event tells its number."""
     for number in numbers:
-        event = Evaluated(
-            process=stream, at=0.0, version=number, accuracy=0.5, problems=1, seconds=1.0
-        )
-        bucket.put(keys.events(stream, number), encode_lines([event]))
+        bucket.put(keys.events(stream, number), encode_lines([numbered_event(stream, number)]))
         bucket.now += 1.0
 
 

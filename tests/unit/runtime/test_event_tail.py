@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from numbered_events import numbered_event
+
 from deltawire.errors import RetryError
-from deltawire.events import Evaluated, encode_lines
+from deltawire.events import encode_lines
 from deltawire.rl.evaluate.evaluator import evaluated_versions
 from deltawire.runtime import event_cursor, event_tail
 from deltawire.runtime.event_tail import EventTail
@@ -14,8 +16,7 @@ from deltawire.wire import keys
 
 
 def put(bucket, stream, number):
-    event = Evaluated(process=stream, at=1.0, version=number, accuracy=0.5, problems=1, seconds=1.0)
-    bucket.put(keys.events(stream, number), encode_lines([event]))
+    bucket.put(keys.events(stream, number), encode_lines([numbered_event(stream, number)]))
 
 
 def read(tail):
