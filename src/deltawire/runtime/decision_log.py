@@ -2,6 +2,10 @@
 
 Any number of processes may decide. Each decision has a number and is created if absent, so of two
 that decide at once one succeeds, and the other reads what was decided and decides again.
+
+Each decision names the hash of the one before, and a reader with a pin remembers the highest number
+that this machine has read. So a decision that was deleted, such as a rollback, is noticed: the
+series ends in an error, and no earlier decision counts again.
 """
 
 from __future__ import annotations
@@ -9,7 +13,11 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 
-from deltawire.errors import CorruptError, InputError
+import msgspec
+from blake3 import blake3
+
+from deltawire.errors import CorruptError, InputError, SignatureError
+from deltawire.runtime.signed_bucket import signing
 from deltawire.store import Bucket
 from deltawire.sync.chain.evidence import Absent, Sound, Unknown, evidence_of
 from deltawire.wire import keys
@@ -20,9 +28,9 @@ from deltawire.wire.objects import decode_json, encode_json
 class DecisionLog:
     """The valid decisions of a run, the oldest first; `poll` reads those that are new.
 
-    Decisions are never changed, so each is read once. One that is damaged, forged, of another run
-    or number, or that cannot follow the one before, is void: it stays in the bucket, ``void`` says
-    why, and every reader skips it, so that nobody can stop the series by filling a number.
+    Decisions are never changed, so each is read once. One that is damaged in every answer, forged,
+    of another run or number, or that cannot follow the one before, is void: it stays in the bucket,
+    ``void`` says why, and every reader skips it, so that filling a number does not stop the series.
 
     Example::
 
@@ -36,6 +44,8 @@ class DecisionLog:
         self.void: dict[int, str] = {}
         self._bucket = bucket
         self.run = run
+        self._newest_hash = ""
+        self._started = False
 
     @property
     def newest(self) -> Decision | None:
@@ -50,12 +60,37 @@ class DecisionLog:
     def poll(self) -> int:
         """Reads new decisions, and returns how many valid ones there were.
 
-        Raises `RetryError` if the store does not answer.
+        Raises `RetryError` if the store does not answer, and `SignatureError` if a decision is
+        missing that later ones follow, or that this machine has read before.
         """
         before = len(self.decisions)
+        signed = signing(self._bucket)
+        highest = None if signed is None else signed.highest_decision()
+        # Read before the bucket: other readers on this machine may record newer ones meanwhile.
+        seen = -1 if self._started or highest is None else highest.read()
         while self._read(self.next_number):
             pass
+        if not self._started:
+            self._require_no_gap()
+            if highest is not None and signed is not None:
+                rollback = signed.allow_rollback
+                highest.check(self.next_number - 1, seen=seen, allow_rollback=rollback)
+            self._started = True
+        elif highest is not None and len(self.decisions) > before:
+            highest.note(self.next_number - 1)
         return len(self.decisions) - before
+
+    def _require_no_gap(self) -> None:
+        """Raises `SignatureError` if the bucket lists a decision after one that is not there."""
+        after = self.next_number
+        later = [keys.trailing_number(key) for key in self._bucket.list(keys.LIVE_DECISIONS)]
+        if found := [number for number in later if number is not None and number > after]:
+            raise SignatureError(
+                f"decision {after} is missing, and decision {min(found)} exists",
+                hint="someone deleted it; restore it from a copy of the bucket",
+                run=self._bucket.url,
+                key=keys.live_decision(after),
+            )
 
     def append(self, decision: Decision) -> bool:
         """Stores the next decision; returns False, after reading it, if there is one already.
@@ -70,6 +105,8 @@ class DecisionLog:
             raise InputError(f"the next decision of this run is number {self.next_number}")
         if fault := fault_after(self.newest, decision):
             raise InputError(f"cannot decide this now: {fault}", run=self._bucket.url)
+        self._require_no_gap()
+        decision = msgspec.structs.replace(decision, previous=self._newest_hash)
         stored = self._bucket.create(keys.live_decision(decision.number), encode_json(decision))
         self.poll()
         return stored or decision in self.decisions  # A repeated create may find its own object.
@@ -115,6 +152,7 @@ class DecisionLog:
         there.poll()
         changed = there.decisions != self.decisions
         self.decisions, self.void = there.decisions, there.void
+        self._newest_hash = there._newest_hash
         return changed
 
     def _read(self, number: int) -> bool:
@@ -127,7 +165,7 @@ class DecisionLog:
         get = partial(self._bucket.get, key, limit=MAX_DECISION_BYTES)
         first_answer: list[bytes] = []
 
-        def read() -> Decision | None:
+        def read() -> tuple[Decision, bytes] | None:
             first, second = first_answer.pop() if first_answer else get(), get()
             if first is None or second is None:
                 return None
@@ -136,7 +174,7 @@ class DecisionLog:
             found = decode_json(first, Decision, run=self._bucket.url, key=key)
             if (found.number, found.run) != (number, self.run):
                 raise CorruptError("a decision of another run or number")
-            return found
+            return found, first
 
         with suppress(CorruptError):  # Only the answer may be damaged: it is asked for again.
             answer = get()
@@ -148,9 +186,16 @@ class DecisionLog:
                 return False
             case Unknown(error):
                 self.void[number] = error.message
-            case Sound(decision):
-                if fault := fault_after(self.newest, decision):
+            case Sound((decision, data)):
+                if fault := self._fault(decision):
                     self.void[number] = fault
                 else:
                     self.decisions.append(decision)
+                    self._newest_hash = blake3(data).hexdigest()
         return True
+
+    def _fault(self, decision: Decision) -> str:
+        chained = self.newest is not None and bool(self.newest.previous)
+        if (decision.previous or chained) and decision.previous != self._newest_hash:
+            return "it follows another decision than the one before"
+        return fault_after(self.newest, decision)

@@ -1,4 +1,4 @@
-"""Remembers, on this machine, the highest version that was read of each pinned run.
+"""Remembers, on this machine, the highest version and decision that were read of each pinned run.
 
 A signature shows who wrote an object, not that it is the newest one: anyone who can write to the
 bucket can delete the newest versions and show an older state with valid signatures. A reader that
@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from blake3 import blake3
 
@@ -42,7 +43,7 @@ def state_folder() -> Path:
 
 
 class HighestVersion:
-    """The highest version of one run that a reader on this machine has seen.
+    """The highest version, or decision, of one run that a reader on this machine has seen.
 
     Example::
 
@@ -53,10 +54,18 @@ class HighestVersion:
     """
 
     def __init__(
-        self, public_key: str, run_id: str, url: str, *, folder: Path | None = None
+        self,
+        public_key: str,
+        run_id: str,
+        url: str,
+        *,
+        kind: Literal["version", "decision"] = "version",
+        folder: Path | None = None,
     ) -> None:
         place = blake3(url.encode()).hexdigest()[:16]
-        self._path = (folder or state_folder()) / f"{public_key[:16]}-{run_id}-{place}"
+        suffix = "" if kind == "version" else f"-{kind}"
+        self._path = (folder or state_folder()) / f"{public_key[:16]}-{run_id}-{place}{suffix}"
+        self._kind = kind
         self._url = url
         self._noted = -1
         self._lock = threading.Lock()
@@ -73,7 +82,8 @@ class HighestVersion:
         text = data.decode("ascii", "replace").strip()
         if not text.removeprefix("-").isdigit():
             raise InputError(
-                f"{self._path} does not hold a version", hint="remove it to forget the version"
+                f"{self._path} does not hold a {self._kind}",
+                hint=f"remove it to forget the {self._kind}",
             )
         return int(text)
 
@@ -88,10 +98,10 @@ class HighestVersion:
             self.note(newest)
             return
         if not allow_rollback:
-            there_is = f"version {newest}" if newest >= 0 else "no version"
+            there_is = f"{self._kind} {newest}" if newest >= 0 else f"no {self._kind}"
             raise SignatureError(
-                f"the newest here is {there_is}, but version {seen} was read on this machine "
-                "before",
+                f"the newest here is {there_is}, but {self._kind} {seen} was read on this "
+                "machine before",
                 hint="the bucket shows an old state, or was restored; --allow-rollback accepts it",
                 run=self._url,
             )

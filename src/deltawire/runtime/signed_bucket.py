@@ -396,6 +396,19 @@ class SignedBucket(DelegatingBucket):
         highest.check(newest, seen=seen, allow_rollback=allow_rollback)
         state.highest, state.allow_rollback = highest, allow_rollback
 
+    def highest_decision(self) -> HighestVersion | None:
+        """Returns this machine's memory of the run's decisions; None unless `remember` was called
+        for a pinned run."""
+        trust, state = self.trust, self._state
+        if trust is None or state.highest is None:
+            return None
+        return HighestVersion(trust.owner, trust.run_id, self.url, kind="decision")
+
+    @property
+    def allow_rollback(self) -> bool:
+        """Whether this reader accepts a bucket that was set back (``--allow-rollback``)."""
+        return self._state.allow_rollback
+
 
 def signing(bucket: Bucket) -> SignedBucket | None:
     """Returns the layer of a bucket that signs and checks; None if it has none."""

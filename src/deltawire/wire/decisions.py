@@ -51,7 +51,9 @@ class Decision(
     decided, ``reason`` a sentence for people, and ``evidence`` the figures that it rests on. In a
     shadow, ``copies`` is the share of users' requests that the candidate answers too, unseen by
     users, and ``salt`` names the shadow. A hold says what it waits for. A rollback names the
-    rejected version as its candidate, with share 0.
+    rejected version as its candidate, with share 0. ``previous`` is the BLAKE3 hash of the object
+    of the valid decision before, so that no decision can be taken out of the series unnoticed;
+    empty for the first one, and for those of releases that wrote none.
     """
 
     number: Index
@@ -67,6 +69,7 @@ class Decision(
     by: Annotated[str, Meta(max_length=64)]
     reason: Annotated[str, Meta(max_length=1024)] = ""
     evidence: Annotated[dict[str, float], Meta(max_length=256)] = {}
+    previous: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
 
 RESTORES = "restores_version"
