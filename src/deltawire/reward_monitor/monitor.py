@@ -27,6 +27,8 @@ ALL = "*"
 MAX_STREAMS = 1024
 MAX_EXAMPLES = 5
 MAX_POINTS = 64
+MAX_LEFT_OUT = 16
+"""The most workers of a stream whose groups are left out in turn."""
 
 _Wealth = Annotated[list[float], Meta(min_length=len(BETS), max_length=len(BETS))]
 _Text = Annotated[str, Meta(max_length=64)]
@@ -62,8 +64,18 @@ class Point(msgspec.Struct, kw_only=True):
     excess: float = 0.0
 
 
+class Remaining(msgspec.Struct, kw_only=True):
+    """The evidence of a stream without the groups of one worker."""
+
+    groups: Annotated[int, Meta(ge=0)]
+    wealth: _Wealth
+
+
 class ProbeStream(msgspec.Struct, kw_only=True):
     """One probe in one family. ``number`` is its position in the order of opening.
+
+    ``without`` holds the evidence that remains without each of the workers whose groups have shown
+    an excess, at most `MAX_LEFT_OUT`.
 
     ``flagged_at`` is the version whose step flagged it, permanently, and ``flagged_after`` the
     number of its groups until then. ``points`` hold ``width`` groups each, except for the last.
@@ -76,9 +88,8 @@ class ProbeStream(msgspec.Struct, kw_only=True):
     reward: float = 0.0
     value: float = 0.0
     excess: float = 0.0
-    wealth: Annotated[list[float], Meta(min_length=len(BETS), max_length=len(BETS))] = (
-        msgspec.field(default_factory=lambda: [0.0] * len(BETS))
-    )
+    wealth: _Wealth = msgspec.field(default_factory=lambda: [0.0] * len(BETS))
+    without: Annotated[dict[_Text, Remaining], Meta(max_length=MAX_LEFT_OUT)] = {}
     flagged_at: Index | None = None
     flagged_after: int | None = None
     examples: Annotated[list[Example], Meta(max_length=MAX_EXAMPLES)] = []
@@ -91,6 +102,12 @@ class ProbeStream(msgspec.Struct, kw_only=True):
         return evidence(self.wealth, self.groups)
 
     @property
+    def evidence_without_any_worker(self) -> float:
+        """The least evidence that remains if the groups of one worker are left out."""
+        rest = (evidence(one.wealth, one.groups) for one in self.without.values())
+        return min(rest, default=self.evidence)
+
+    @property
     def means(self) -> tuple[float, float, float]:
         """Reward, probe, excess, over all groups."""
         count = max(1, self.groups)
@@ -100,7 +117,8 @@ class ProbeStream(msgspec.Struct, kw_only=True):
 class ProbeState(msgspec.Struct, kw_only=True):
     """``probes.json``: all streams, as of the groups of the steps up to ``version``.
 
-    ``untracked`` counts what was seen after `MAX_STREAMS` streams were open.
+    ``untracked`` counts what was seen after `MAX_STREAMS` streams were open. ``workers`` are the
+    first two that delivered groups.
     """
 
     format: int = FORMAT
@@ -110,6 +128,7 @@ class ProbeState(msgspec.Struct, kw_only=True):
     tolerance: _Share = 0.05
     streams: Annotated[list[ProbeStream], Meta(max_length=MAX_STREAMS)] = []
     untracked: Annotated[int, Meta(ge=0)] = 0
+    workers: Annotated[list[_Text], Meta(max_length=2)] = []
 
     @property
     def flagged(self) -> list[ProbeStream]:
@@ -157,8 +176,15 @@ class Monitor:
         self, group: Group, sequence: int, *, version: int, answer: str = ""
     ) -> list[ProbeStream]:
         """Adds a group that the step into ``version`` trains on, or a served ``answer`` that
-        ``version`` drew; returns the streams that it flags."""
+        ``version`` drew; returns the streams that it flags.
+
+        Where several workers deliver, a stream is flagged only if its evidence suffices without any
+        one of them: a worker that forges its groups must not end the run of the others.
+        """
         found: list[ProbeStream] = []
+        known, worker = self.state.workers, group.worker[:64]
+        if len(known) < 2 and worker not in known:
+            self.state.workers = [*known, worker]
         episodes = list(_episodes(group))
         for name in sorted({name for _, _, probes in episodes for name in probes}):
             rows = [(e, reward, probes[name]) for e, reward, probes in episodes if name in probes]
@@ -217,6 +243,7 @@ class Monitor:
         stream.reward += reward
         stream.value += value
         stream.excess += y
+        self._leave_out(stream, place.group.worker[:64], y)
         stream.wealth = advance(stream.wealth, stream.groups, y, self._config.tolerance)
         _plot(stream, Point(version=place.version, groups=1, reward=reward, probe=value, excess=y))
         worst = max(range(len(rows)), key=lambda i: excesses[i])
@@ -234,10 +261,36 @@ class Monitor:
             )
             stream.examples = [*stream.examples, example][-MAX_EXAMPLES:]
         limit = threshold(self._config.false_alarm, stream.number)
-        if stream.flagged_at is not None or stream.evidence < limit:
+        least = stream.evidence
+        if len(self.state.workers) > 1:
+            least = min(least, stream.evidence_without_any_worker)
+        if stream.flagged_at is not None or least < limit:
             return False
         stream.flagged_at, stream.flagged_after = place.version, stream.groups
         return True
+
+    def _leave_out(self, stream: ProbeStream, worker: str, y: float) -> None:
+        """Adds a group to the evidence that remains without each worker but its own.
+
+        Called before the stream's own evidence counts the group. A worker is left out from its
+        first excess on: groups without one only lower the evidence.
+        """
+        tolerance = self._config.tolerance
+        rest = {
+            name: kept if name == worker else _with(kept, y, tolerance)
+            for name, kept in stream.without.items()
+        }
+        if worker not in rest and y > tolerance:
+            if len(rest) == MAX_LEFT_OUT:
+                # The worker that matters least: most evidence remains without it.
+                del rest[max(rest, key=lambda name: evidence(rest[name].wealth, rest[name].groups))]
+            rest[worker] = Remaining(groups=stream.groups - 1, wealth=list(stream.wealth))
+        stream.without = rest
+
+
+def _with(kept: Remaining, y: float, tolerance: float) -> Remaining:
+    count = kept.groups + 1
+    return Remaining(groups=count, wealth=advance(kept.wealth, count, y, tolerance))
 
 
 def _episodes(group: Group) -> Iterator[tuple[int, float, dict[str, float]]]:

@@ -30,6 +30,9 @@ from deltawire.wire.status import MAX_STATUS_BYTES, Challenge
 _NONCE = re.compile(r"([0-9a-f]{1,12})-([0-9a-f]{1,12})-([0-9a-f]{24})")
 REMEMBERED = 1024
 """Numbers below the largest of a lease that are still told apart; older ones count as replayed."""
+MOST_WORKERS = 16_384
+"""The most workers that have a secret at a time. A heartbeat costs its writer nothing, and each
+name would cost the trainer an object."""
 
 
 def nonce_of(secret: str, lease: int, number: int) -> str:
@@ -73,13 +76,18 @@ class Challenges:
         self._seen: dict[str, dict[int, set[int]]] = {}
         """By worker and lease, the numbers that were delivered."""
 
-    def ensure(self, workers: Collection[str]) -> None:
-        """Gives a secret to each worker that has none; raises `RetryError`.
+    def ensure(self, workers: Collection[str], *, first: Collection[str] = ()) -> set[str]:
+        """Gives a secret to each worker that has none, those in ``first`` before others.
 
-        All of them at once, because the first workers with a secret would hold all credits.
+        All of them at once, because the first workers with a secret would hold all credits. Returns
+        the workers that have none because `MOST_WORKERS` have one; they get one when others leave.
+        Raises `RetryError`.
         """
-        new = sorted(workers - self._secrets.keys())
-        self._secrets |= zip(new, in_parallel(self._bucket, self._secret, new), strict=True)
+        new = sorted(workers - self._secrets.keys(), key=lambda name: (name not in first, name))
+        room = max(0, MOST_WORKERS - len(self._secrets))
+        given = new[:room]
+        self._secrets |= zip(given, in_parallel(self._bucket, self._secret, given), strict=True)
+        return set(new[room:])
 
     def _secret(self, worker: str) -> str:
         """Reads a worker's secret, or stores a new one."""
@@ -125,7 +133,12 @@ class Challenges:
         """Lease and number of a nonce that `fault` accepted."""
         return numbers_in(nonce) or (0, 0)
 
-    def forget(self, worker: str) -> None:
-        """Drops the numbers of a worker that has left; its secret stays in the bucket."""
-        self._secrets.pop(worker, None)
+    def forget(self, worker: str, *, granted: int) -> None:
+        """Drops the numbers of a worker that has left.
+
+        Its secret stays in the bucket if it was granted groups, which may still be checked; else
+        the object is deleted. Raises `RetryError`.
+        """
+        if self._secrets.pop(worker, "") and not granted:
+            self._bucket.delete([keys.challenge(worker)])
         self._seen.pop(worker, None)

@@ -110,6 +110,7 @@ class WorkerGuard:
         self._doubts: Counter[str] = Counter()
         self._polled: dict[str, float] = {}
         self._beyond: dict[str, str] = {}
+        self._left_out: set[str] = set()
         self._unlisted: set[str] = set()
         self._readable: set[str] = set()
         self._failing: set[str] = set()
@@ -166,13 +167,17 @@ class WorkerGuard:
         """
         allowed = self.allowed(workers)
         self._granted = dict(granted)
-        self.challenges.ensure(allowed)
+        left_out = self.challenges.ensure(allowed, first=alive)
+        for name in sorted(left_out - self._left_out)[:1]:
+            detail = f"{len(left_out)} of {len(allowed)} names get no credit"
+            self.incidents.report(name, "too many workers", detail, count=len(left_out))
+        self._left_out = left_out
         self.quota.expect(allowed & set(alive) - self.incidents.quarantined.keys())
         if self.rescorer is not None:
             for verdict in self.rescorer.verdicts():
                 self._take(verdict)
         self._poll_beyond(allowed)
-        self._readable = allowed - self.incidents.quarantined.keys()
+        self._readable = allowed - self.incidents.quarantined.keys() - left_out
         return self._readable
 
     def _take(self, verdict: Verdict) -> None:
@@ -211,7 +216,7 @@ class WorkerGuard:
 
     def forget(self, worker: str) -> None:
         """Forgets a worker that has left; its quarantine stays."""
-        self.challenges.forget(worker)
+        self.challenges.forget(worker, granted=self._granted.get(worker, 0))
         self.quota.forget(worker)
         for table in (self._polled, self._beyond, self._doubts, self.rescored):
             table.pop(worker, None)
