@@ -15,6 +15,8 @@ from urllib.parse import unquote
 
 REDACTED = "[redacted]"
 LONGEST_LINE = 4000
+_REDACTED_CHARACTERS = 1 << 16
+"""Characters of a message that `safe_line` redacts; it shows fewer of them."""
 
 _SECRET_WORDS = frozenset(
     [
@@ -26,10 +28,13 @@ _SECRET_WORDS = frozenset(
 _HARMLESS_ENDS = frozenset(["env", "error", "exception", "file", "name", "path", "var", "variable"])
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 # A path that a URL was taken for has one slash.
-_IN_URL = re.compile(r"(?<=[A-Za-z0-9+.-]{2}:/)(/?)(?:[^\s/@]*:[^\s]*|[^\s/@]+)@")
+_AUTHORITY = re.compile(r"(?<=[A-Za-z0-9+.-]{2}:/)/?([^\s/@:]*+)")
+_WORD = re.compile(r"\S++")
+# A name is tried where it begins only, and never given back: the text of a message is unbounded.
 _ASSIGNED = re.compile(
-    r"""(?P<name>[\w%-]+)(?P<between>["']?\s*[=:]\s*["']|=)(?P<value>[^\s&;,"']+)"""
-    r"|(?P<option>--[\w-]+)(?P<space>\s+)(?P<argument>[^\s-]\S*)"
+    r"""(?<![\w%-])(?P<name>[\w%-]++)(?P<between>["']?\s*+[=:]\s*+["']|=)"""
+    r"""(?P<value>[^\s&;,"']++)"""
+    r"|(?<![\w%-])(?P<option>(?=[\w%-]*?--[\w-])[\w%-]++)(?P<space>\s++)(?P<argument>[^\s-]\S*+)"
 )
 _KNOWN_FORMS = re.compile(
     r"\b(?:sk-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
@@ -58,7 +63,14 @@ def legible_lines(text: str, limit: int = 4000) -> str:
 
 
 def safe_line(text: str) -> str:
-    """Make a message safe to print or to log: legible, of any usual length, without credentials."""
+    """Make a message safe to print or to log: legible, of any usual length, without credentials.
+
+    Of a message that is far too long, the start is redacted and shown: whole words, because half a
+    credential may not look like one.
+    """
+    if len(text) > _REDACTED_CHARACTERS:
+        words = text[:_REDACTED_CHARACTERS]
+        text = words[: max(words.rfind(space) for space in " \n\t") + 1] + "…"
     return legible(redact(text), LONGEST_LINE)
 
 
@@ -99,13 +111,32 @@ def redact(value: Any, name: str = "") -> Any:
         return value
     if looks_secret(name):
         return REDACTED
-    value = _IN_URL.sub(rf"\1{REDACTED}@", value)
+    if "@" in value:
+        value = _WORD.sub(_redact_users, value)
     return _KNOWN_FORMS.sub(REDACTED, _ASSIGNED.sub(_redact_assignment, value))
+
+
+def _redact_users(found: re.Match[str]) -> str:
+    """Replaces user and password of each URL in a word, reading it once."""
+    word = found[0]
+    last, shown, done = word.rfind("@"), [], 0
+    for authority in _AUTHORITY.finditer(word):
+        start, end = authority.span(1)
+        after = word[end : end + 1]
+        if after == ":" and end < last:  # A password may contain any character, also an @.
+            end = last
+        elif after != "@" or start == end:
+            continue
+        shown += [word[done:start], REDACTED]
+        done = end
+        if end == last:
+            break
+    return "".join([*shown, word[done:]])
 
 
 def _redact_assignment(found: re.Match[str]) -> str:
     if found["option"] is not None:
-        secret = looks_secret(found["option"])
+        secret = looks_secret(found["option"].partition("--")[2])
         return f"{found['option']}{found['space']}{REDACTED}" if secret else found[0]
     secret = looks_secret(found["name"])
     return f"{found['name']}{found['between']}{REDACTED}" if secret else found[0]

@@ -60,7 +60,7 @@ _DEEPSEEK_BEGIN, _DEEPSEEK_SEP, _DEEPSEEK_END = (
 _DEEPSEEK_CALL = re.compile(
     f"{_DEEPSEEK_BEGIN}(.*?)(?:{_DEEPSEEK_END}|(?={_DEEPSEEK_BEGIN})|\\Z)", re.DOTALL
 )
-_FENCE = re.compile(r"\s*```(?:json)?\s*(.*?)\s*```\s*\Z", re.DOTALL)
+_FENCE = "```"
 _HARMONY = (
     "<|start|>",
     "<|channel|>",
@@ -263,14 +263,21 @@ def _parse_deepseek(text: str, parser: _Parser) -> None:
         name, mark, rest = match.group(1).partition(_DEEPSEEK_SEP)
         if name.strip() == "function":  # DeepSeek-V3 names the kind of the tool first.
             name, _, rest = rest.partition("\n")
-        fenced = _FENCE.match(rest)
-        value = _json(fenced.group(1) if fenced else rest)
+        value = _json(_unfenced(rest))
         closed = bool(mark) and match.group(0).endswith(_DEEPSEEK_END)
         if not (closed and parser.add(name.strip(), value)):
             parser.broken.append(match.group(0))
     parser.content.append(text[end:])
     for mark in _DEEPSEEK_ALL:
         parser.content = [piece.replace(mark, "") for piece in parser.content]
+
+
+def _unfenced(text: str) -> str:
+    """The inside of a fenced block of code; the text itself if it is none."""
+    inner = text.strip()
+    if len(inner) < 2 * len(_FENCE) or not (inner.startswith(_FENCE) and inner.endswith(_FENCE)):
+        return text
+    return inner[len(_FENCE) : -len(_FENCE)].removeprefix("json")
 
 
 def _parse_harmony(text: str, parser: _Parser) -> None:

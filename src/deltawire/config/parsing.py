@@ -412,7 +412,7 @@ def _hint_for(text: str) -> str:
     if "matching regex" in text:
         return "use at most 64 letters, digits, -, _ and .; a letter or digit comes first"
     kind: Any = RunConfig
-    for name in re.sub(r"\[[^]]*\]", "", place[1]).split("."):
+    for name in re.sub(r"\[[^][]*\]", "", place[1]).split("."):
         kinds = [option for option in (kind, *get_args(kind)) if isinstance(option, type)]
         sections = [option for option in kinds if issubclass(option, Section)]
         if not sections or name not in (hints := get_type_hints(sections[0])):

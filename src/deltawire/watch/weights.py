@@ -34,7 +34,7 @@ MAX_TENSORS = 20_000
 
 Measure = Literal["bits", "share", "norm"]
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d{1,5})\.(.+)\Z")
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d{1,5})\.(.+)\Z", re.DOTALL)
 
 
 class TensorChange(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from torch import Tensor
 from deltawire.config import OptimizerConfig
 from deltawire.errors import InputError
 
-_NORM_OR_BIAS = re.compile(r"(^|[._])(bias|\w*norm\w*)([._]|$)", re.IGNORECASE)
+_PART = re.compile(r"[._]")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,12 @@ class Rule:
     kind: Literal["adamw", "muon"]
     learning_rate: float
     weight_decay: float
+
+
+def is_norm_or_bias(name: str) -> bool:
+    """Returns whether a part of a parameter's name, between dots and underscores, is ``bias`` or
+    holds ``norm``."""
+    return any(part == "bias" or "norm" in part for part in _PART.split(name.lower()))
 
 
 def rules_of(
@@ -51,7 +57,7 @@ def rules_of(
     found = {}
     used: set[int] = set()
     for name, parameter in parameters.items():
-        vector = parameter.ndim < 2 or _NORM_OR_BIAS.search(name) is not None
+        vector = parameter.ndim < 2 or is_norm_or_bias(name)
         matrix = parameter.ndim in (2, 3) and not vector and name not in not_matrices
         kind: Literal["adamw", "muon"] = "muon" if config.kind == "muon" and matrix else "adamw"
         rate = config.learning_rate
