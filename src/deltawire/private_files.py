@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from deltawire.errors import InputError
@@ -27,6 +28,30 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 class OtherUsersError(InputError):
     """A file or folder belongs to another user of this machine: this one can do without it."""
+
+
+def open_beneath(folder: Path, parts: Sequence[str], flags: int) -> int:
+    """Opens a file of a folder as `os.open` does, without following a link below ``folder``, also
+    if another process puts one in the way meanwhile.
+
+    ``parts`` is the path below the folder. Returns the file descriptor. Raises `OSError`; for a
+    link its ``errno`` is ``ELOOP``, or ``ENOTDIR`` if it stands for a folder.
+    """
+    if os.open not in os.supports_dir_fd or not _NOFOLLOW:
+        return os.open(folder.joinpath(*parts), flags)
+    inner = os.O_RDONLY | os.O_DIRECTORY | _CLOEXEC
+    descriptor = os.open(folder, inner)
+    try:
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            chosen = flags | _NOFOLLOW | _CLOEXEC if last else inner | _NOFOLLOW
+            opened = os.open(part, chosen, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = opened
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def private_folder(path: Path, *, mode: int = 0o700) -> Path:

@@ -24,6 +24,7 @@ from urllib.parse import quote
 from obstore.store import LocalStore
 
 from deltawire.errors import CorruptError, InputError
+from deltawire.private_files import open_beneath
 from deltawire.store.bucket import Bucket, ObjectMeta
 
 ABANDONED_S = 24 * 3600.0
@@ -35,6 +36,9 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 class FolderBucket(Bucket):
     """A folder of the file system. Raises `OSError` if there is none.
+
+    Links below the folder are not followed: a writer to the folder could make any file of its
+    readers an object.
 
     ``durable=False`` leaves flushing to the operating system: for runs that need not survive a
     power cut.
@@ -79,8 +83,11 @@ class FolderBucket(Bucket):
         """As `Bucket.head`."""
         with self._errors("read", key):
             try:
-                status = self._path(key).stat()
+                path = self._path(key)
+                status = path.lstat()
             except (FileNotFoundError, NotADirectoryError):
+                return None
+            if self._linked(path):
                 return None
         if not stat.S_ISREG(status.st_mode):
             return None
@@ -92,7 +99,7 @@ class FolderBucket(Bucket):
         with self._errors("list", key):
             path = self._path(key)
             try:
-                return path in path.parent.iterdir() and path.is_file()
+                return path in path.parent.iterdir() and path.is_file() and not self._linked(path)
             except (FileNotFoundError, NotADirectoryError):
                 return False
 
@@ -156,12 +163,17 @@ class FolderBucket(Bucket):
         path = self._path(key)
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         try:
-            descriptor = os.open(path, flags)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            descriptor = open_beneath(self.folder, path.relative_to(self.folder).parts, flags)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            if isinstance(error, NotADirectoryError) and self._linked(path):
+                raise self._link_error(key) from error
             yield None
             return
-        except PermissionError:
-            if not path.is_dir():  # Windows cannot open folders this way.
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise self._link_error(key) from error
+            # Windows cannot open folders this way.
+            if not (isinstance(error, PermissionError) and path.is_dir()):
                 raise
             yield None
             return
@@ -208,6 +220,8 @@ class FolderBucket(Bucket):
                 run=self.url,
             )
         make_folder(folder, durable=self.durable)
+        if self._linked(folder):
+            raise self._link_error(folder.relative_to(self.folder).as_posix())
         now = time.time()
         for path in folder.iterdir():
             if _TEMPORARY.search(path.name):
@@ -215,6 +229,19 @@ class FolderBucket(Bucket):
                     if now - path.stat().st_mtime > ABANDONED_S:
                         path.unlink()
         self._prepared.add(folder)
+
+    def _linked(self, path: Path) -> bool:
+        """Returns whether a part of the path below the bucket's folder is a link."""
+        parts = path.relative_to(self.folder).parts
+        return any(self.folder.joinpath(*parts[: n + 1]).is_symlink() for n in range(len(parts)))
+
+    def _link_error(self, key: str) -> CorruptError:
+        return CorruptError(
+            "a link in the bucket's folder, which is not followed",
+            hint="put the file in the place of the link; the bucket's folder may be one itself",
+            run=self.url,
+            key=key,
+        )
 
     def _flush_folder(self, folder: Path) -> None:
         """Flushes a folder's names to the disk."""

@@ -33,6 +33,8 @@ MAX_ELEMENTS = 1 << 26
 """The most elements of one loss input."""
 MAX_CALL = 100
 """The most characters of the name of a call that is refused and remembered."""
+MAX_SPARSITY = 64
+"""The most bytes that one byte of a sparse loss input may become."""
 MAX_STEPS = 10**10 - 1
 TTL_S = (3600, 10 * 366 * 24 * 3600)
 
@@ -416,6 +418,13 @@ def _tensor(name: str, found: Any) -> torch.Tensor:
 
 
 def _from_csr(name: str, csr: Any, shape: list[int], dtype: np.dtype[Any]) -> torch.Tensor:
+    sent = len(csr.values) + len(csr.crow_indices) + len(csr.col_indices)
+    if math.prod(shape) * dtype.itemsize > MAX_SPARSITY * sent:
+        raise InputError(
+            f"the loss input {name[:80]!r} of shape {shape[:8]} is sent in {sent} bytes",
+            hint=f"a sparse input may be {MAX_SPARSITY} times as large as its encoding; send fewer "
+            "rows and columns that are all zero",
+        )
     values = _array(csr.values, dtype)
     rows = _array(csr.crow_indices, np.dtype(np.int64))
     columns = _array(csr.col_indices, np.dtype(np.int64))
@@ -430,7 +439,7 @@ def _from_csr(name: str, csr: Any, shape: list[int], dtype: np.dtype[Any]) -> to
     )
     if not sound:
         raise InputError(f"the loss input {name[:80]!r} is not a sparse matrix in CSR form")
-    dense = np.zeros(shape, dtype)
+    dense = np.zeros(shape, dtype)  # At most MAX_SPARSITY times what was sent.
     np.add.at(dense, (np.repeat(np.arange(shape[0]), np.diff(rows)), columns), values)
     return torch.from_numpy(dense)
 

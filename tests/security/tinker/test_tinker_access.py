@@ -87,10 +87,25 @@ def test_hostile_requests_are_refused_and_change_nothing(tmp_path, model):
         status, text = await post("forward_backward", sparse)
         future = json.dumps({"request_id": json.loads(text)["request_id"]}).encode()
         assert "not a sparse matrix" in (await post("retrieve_future", future))[1]
+        status, text = await post("forward_backward", large_matrix(name, 3))
+        future = json.dumps({"request_id": json.loads(text)["request_id"]}).encode()
+        assert "is sent in 16 bytes" in (await post("retrieve_future", future))[1]
 
     against(tmp_path, model, run)
     stored = {str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*") if one.is_file()}
     assert all(one.startswith("bucket/") for one in stored)
+
+
+def large_matrix(name, number):
+    """A sparse matrix of one row without an element: 16 bytes, or 256 MiB."""
+    import numpy as np
+
+    found = ask.schema.parse("ForwardBackwardRequest", ask.forward_backward(name, number))
+    tensor = found.data[0].loss_fn_inputs["weights"]
+    tensor.sparse_csr.crow_indices = np.zeros(2, np.int64).tobytes()
+    del tensor.shape[:]
+    tensor.shape.extend([1, 1 << 26])
+    return found.SerializeToString()
 
 
 def hostile_matrix(name, number):

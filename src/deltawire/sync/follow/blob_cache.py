@@ -25,6 +25,8 @@ import fcntl
 import logging
 import os
 import random
+import re
+import stat
 import threading
 import time
 from collections import deque
@@ -61,6 +63,8 @@ READ_BYTES = 1 << 30
 """The most bytes that one read of a file asks for: Linux returns at most 2 GiB - 4 KiB of them."""
 
 _LOG = logging.getLogger("deltawire.sync")
+
+_BLOB = re.compile("[0-9a-f]{64}")
 
 ABANDONED_S = 600.0
 """The age in seconds at which an unfinished file is deleted."""
@@ -224,14 +228,17 @@ class BlobCache:
         return False
 
     def _make_room(self, size: int) -> None:
-        """Deletes the oldest files until ``size`` bytes more are within the limit, and unfinished
-        ones of readers that were killed."""
+        """Deletes the oldest blobs until ``size`` bytes more are within the limit, and unfinished
+        ones of readers that were killed. Other files in the folder are left alone."""
         found = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 with suppress(OSError):
                     state = entry.stat(follow_symlinks=False)
-                    if not entry.name.endswith(PART):
+                    name = entry.name.removesuffix(PART)
+                    if not _BLOB.fullmatch(name) or not stat.S_ISREG(state.st_mode):
+                        continue
+                    if name == entry.name:
                         found.append((state.st_mtime_ns, state.st_size, entry.path))
                     elif time.time() - state.st_mtime > ABANDONED_S:
                         Path(entry.path).unlink()

@@ -351,6 +351,24 @@ def test_unfinished_files_of_dead_readers_are_deleted_in_time(shared):
     assert new.exists()
 
 
+def test_files_that_are_no_blobs_are_left_alone(shared):
+    bucket, ref, _ = one_blob()
+    cache = BlobCache(bucket, shared, limit_bytes=ref.bytes)
+    notes, folder = shared / "notes.txt", shared / ("c" * 64)
+    part, link = shared / "thesis.part", shared / ("d" * 64)
+    for path in (notes, part):
+        path.write_bytes(b"x" * 5000)
+        os.utime(path, (0, 0))
+    folder.mkdir()
+    link.symlink_to(notes)
+    cache.get(ref)
+    assert notes.exists()
+    assert part.exists()
+    assert folder.is_dir()
+    assert link.is_symlink()
+    assert (shared / ref.hash).exists()
+
+
 def test_a_file_of_another_kind_in_its_place_is_not_followed(shared, tmp_path):
     bucket, ref, data = one_blob()
     cache = BlobCache(bucket, shared)
