@@ -22,6 +22,7 @@ from deltawire.errors import CorruptError
 from deltawire.wire.objects import FORMAT, decode_packed, encode_packed
 
 MAX_GROUP_BYTES = 256 << 20
+MAX_TRAJECTORIES = 4096
 MAX_PROBES = 64
 MAX_NAME = 64
 """Characters of a worker's, a family's or a probe's name."""
@@ -79,7 +80,7 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
     family: _Name = ""
     temperature: float
     prompt: bytes
-    sequences: Annotated[list[_Sequence], Meta(min_length=1, max_length=4096)]
+    sequences: Annotated[list[_Sequence], Meta(min_length=1, max_length=MAX_TRAJECTORIES)]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,13 @@ from deltawire.errors import CorruptError
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import GROUP_HASH_DIGITS
-from deltawire.wire.rollouts import MAX_GROUP_BYTES, Group, Trajectory, decode_group
+from deltawire.wire.rollouts import (
+    MAX_GROUP_BYTES,
+    MAX_TRAJECTORIES,
+    Group,
+    Trajectory,
+    decode_group,
+)
 
 READS = 3
 """A group counts as damaged only if every read finds it damaged: a network may truncate an answer
@@ -26,6 +32,8 @@ MAX_FAILED_PROMPT = 1 << 20
 """Largest prompt of an episode that failed: its length may be the cause."""
 MAX_ROUTE_BYTES = 1 << 14
 """Bytes of expert choices for one position: 256 layers of 32 experts in 16 bits."""
+_PART_BYTES = 1 << 15
+"""The most bytes of a trajectory's cause, probes and other members."""
 LEAST_LOGPROB = -100.0
 """Nats. A sampler draws no token of a lower log-probability in the lifetime of a run."""
 
@@ -71,6 +79,16 @@ class Bounds:
             frozenset() if rollout.thinking is None else rollout.thinking.allowed,
             sharing_of(rollout),
         )
+
+    @property
+    def bytes(self) -> int:
+        """The most bytes of a group's object within the bounds: checked before it is read."""
+        parts = min(self.episodes * self.turns, MAX_TRAJECTORIES)
+        routes, turns = min(self.routes, MAX_GROUP_BYTES), min(self.turns, MAX_GROUP_BYTES)
+        # Of a token 13 bytes: id, log-probability, version and mask; 4 in a prompt.
+        part = 17 * self.context + routes + 32 * turns + _PART_BYTES
+        failed = (min(self.episodes, MAX_TRAJECTORIES) + 1) * 4 * MAX_FAILED_PROMPT
+        return min(parts * part + failed, MAX_GROUP_BYTES)
 
     def fault(self, group: Group) -> str:
         """The first bound that a group exceeds, empty if there is none."""
@@ -136,24 +154,38 @@ def read_group(
 
     Raises `CorruptError` if the object is not a group of this worker, exceeds its ``bounds``, or
     does not have the hash ``expected``.
+
+    Damaged bytes are decoded once, however often they are read.
     """
+    key, limit = keys.rollout(worker, sequence), bounds.bytes if bounds else MAX_GROUP_BYTES
+    damaged: dict[str, CorruptError] = {}
     for attempt in range(READS):
+        found = ""
         try:
-            return _read_once(bucket, worker, sequence, bounds, expected)
-        except CorruptError:
+            data = bucket.get(key, limit=limit)
+            if data is None:
+                return None
+            found = blake3.blake3(data).hexdigest()[:GROUP_HASH_DIGITS]
+            if found in damaged:
+                raise damaged[found]
+            return _decoded(data, found, bucket, worker, key, bounds, expected), found
+        except CorruptError as error:
+            if found:
+                damaged[found] = error
             if attempt == READS - 1:
                 raise
     return None
 
 
-def _read_once(
-    bucket: Bucket, worker: str, sequence: int, bounds: Bounds | None, expected: str
-) -> tuple[Group, str] | None:
-    key = keys.rollout(worker, sequence)
-    data = bucket.get(key, limit=MAX_GROUP_BYTES)
-    if data is None:
-        return None
-    found = blake3.blake3(data).hexdigest()[:GROUP_HASH_DIGITS]
+def _decoded(
+    data: bytes,
+    found: str,
+    bucket: Bucket,
+    worker: str,
+    key: str,
+    bounds: Bounds | None,
+    expected: str,
+) -> Group:
     if expected and found != expected:
         raise CorruptError("a group is not the one that was trained on", run=bucket.url, key=key)
     group = decode_group(data, run=bucket.url, key=key)
@@ -161,4 +193,4 @@ def _read_once(
         raise CorruptError("a group of another worker", run=bucket.url, key=key)
     if bounds is not None and (fault := bounds.fault(group)):
         raise CorruptError(fault, run=bucket.url, key=key)
-    return group, found
+    return group
