@@ -1,6 +1,7 @@
 """Small models and tokenizers that the tests of the upper layers share."""
 
 import os
+import tempfile
 
 # Read by torch when it is first imported; the codec's tests never import it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,6 +11,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("DELTAWIRE_DURABLE", "0")
 # Libraries that report their use do so in a thread that outlives a test.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+# Tests write the rows of their tasks into temporary folders.
+os.environ.setdefault("DELTAWIRE_DATA_DIRS", tempfile.gettempdir())
 # It would come before the endpoint of a test's own server.
 os.environ.pop("AWS_ENDPOINT_URL_S3", None)
 
@@ -19,7 +22,6 @@ import importlib.util
 import re
 import shutil
 import sys
-import tempfile
 from datetime import timedelta
 from itertools import count
 from pathlib import Path

@@ -10,6 +10,8 @@ variable ``DELTAWIRE_MACHINE_POLICY`` names, or in ``/etc/deltawire/policy.toml`
                                        # DELTAWIRE_TRUSTED_MODULES
     snapshot_dir = "/mnt/nvme"         # a folder on a local disk, for trainers that offload what
                                        # their publishers hold (train.publisher_offload)
+    data_dirs = ["/data"]              # files and folders of rows that a run may name, with those
+                                       # of DELTAWIRE_DATA_DIRS
     workers = ["w*", "lab-7"]          # names whose groups a trainer on this machine reads, with *
                                        # for any characters; all that the run allows, if left out
     [ceilings]                         # a run gets the smaller of its own limit and this one
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +38,8 @@ Isolation = Literal["namespaces", "process"]
 POLICY = "DELTAWIRE_MACHINE_POLICY"
 TRUSTED = "DELTAWIRE_TRUSTED_MODULES"
 """The environment variable: module names, separated by commas."""
+DATA = "DELTAWIRE_DATA_DIRS"
+"""The environment variable: files and folders, separated as in PATH."""
 DEFAULT_PATH = Path("/etc/deltawire/policy.toml")
 
 
@@ -65,6 +70,7 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     isolation: Isolation = "namespaces"
     environments: list[str] | None = None
     trusted_modules: list[str] = []
+    data_dirs: list[str] = []
     workers: list[str] | None = None
     snapshot_dir: str = ""
     ceilings: Ceilings = Ceilings()
@@ -96,6 +102,19 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 hint=f"if you trust it, set {TRUSTED}={module} for every process of the run",
             )
 
+    def require_data(self, path: str, setting: str) -> Path:
+        """Returns a path of rows that a run names in ``setting``; raises `InputError` unless this
+        machine's user has named it or a folder that it lies in."""
+        named = [*self.data_dirs, *filter(None, os.environ.get(DATA, "").split(os.pathsep))]
+        found = Path(path).resolve()
+        if any(found.is_relative_to(Path(one).resolve()) for one in named):
+            return Path(path)
+        raise InputError(
+            f"{setting} names {path[:400]}, which this machine does not give to runs",
+            hint=f"if the run may read it, set {DATA} to it, or to a folder above it, for every "
+            "process of the run on this machine",
+        )
+
     def publisher_dir(self, offload: Literal["none", "disk"]) -> Path | None:
         """Returns the folder for what publishers hold, None for memory; ``offload`` is a run's
         ``train.publisher_offload``.
@@ -117,6 +136,14 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         """Returns the smaller of a run's limit and this machine's ceiling of that name."""
         ceiling: float = getattr(self.ceilings, name)
         return min(asked, ceiling)
+
+
+def give_data(paths: Iterable[str]) -> None:
+    """Lets this process and its children read rows that a configuration of this machine names;
+    never pass it paths that were read from a bucket."""
+    named = filter(None, os.environ.get(DATA, "").split(os.pathsep))
+    added = (str(Path(path).resolve()) for path in paths)
+    os.environ[DATA] = os.pathsep.join(dict.fromkeys([*named, *added]))
 
 
 def machine_policy() -> MachinePolicy:

@@ -68,7 +68,8 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
     """A .jsonl or .parquet file, a folder of them, or a folder that ``save_to_disk`` of Hugging
-    Face datasets wrote. Every process reads it, so it must be the same on all machines.
+    Face datasets wrote. Every process reads it, so it must be the same on all machines; each
+    machine's user names what a run may read (`deltawire.config.machine`).
     """
     split: Annotated[str, Meta(max_length=128)] = ""
     heldout_split: Annotated[str, Meta(max_length=128)] = ""
@@ -329,3 +330,14 @@ class MidtrainConfig(Section, frozen=True, kw_only=True):
                 "give each a name of its own, as midtrain.streams.name",
             )
         return None
+
+
+def data_paths(section: Section) -> Iterator[str]:
+    """Returns the paths of rows that a configuration, or a part of it, names."""
+    if isinstance(section, DataConfig | DocumentStreamConfig | HeldoutStreamConfig):
+        yield section.path
+    for name in section.__struct_fields__:
+        value = getattr(section, name)
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, Section):
+                yield from data_paths(one)

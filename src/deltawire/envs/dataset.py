@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deltawire.config import TaskConfig
+from deltawire.config.machine import machine_policy
 from deltawire.data import Rows, open_rows, permuted, require_columns, stream_seed, take
 from deltawire.envs.base import Message, Task
 from deltawire.envs.own_reward import OwnReward, json_columns
@@ -55,7 +55,7 @@ class DatasetTasks:
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
         assert config.data is not None
         self._config, self._data, self._seed = config, config.data, seed
-        path = Path(self._data.path)
+        path = machine_policy().require_data(self._data.path, "task.data.path")
         self._name = path.stem[:64] or "data"
         self._rows = open_rows(path, split=self._data.split)
         self._check(self._rows, str(path))

@@ -19,6 +19,8 @@ from typing import get_args
 import msgspec
 
 from deltawire.config import RunConfig, check_config, parse_config, read_values
+from deltawire.config.machine import give_data
+from deltawire.config.tasks import data_paths
 from deltawire.display import safe_line
 from deltawire.errors import CorruptError, InputError
 from deltawire.events import Role
@@ -67,6 +69,8 @@ def read_config(
 ) -> RunConfig:
     """Loads a configuration, and overrides its seed and its workers' engine if given.
 
+    This process and its children may read the data that it names.
+
     ``shape`` names the training shape, or the file of its profile, that the run starts from.
     Raises `InputError` if the rest of the configuration is invalid with these.
     """
@@ -75,6 +79,7 @@ def read_config(
         config = shaped_config(values, find_profile(shape), source=str(path))
     else:
         config = check_config(values, source=str(path))
+    give_data(data_paths(config))
     if seed is not None:
         config = msgspec.structs.replace(config, seed=seed)
     if engine is None:

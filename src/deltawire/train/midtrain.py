@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from deltawire.chat.text import Text
 from deltawire.config import MidtrainConfig, RunConfig
+from deltawire.config.machine import machine_policy
 from deltawire.config.tasks import DocumentStreamConfig, HeldoutStreamConfig
 from deltawire.data import (
     Rows,
@@ -125,7 +125,8 @@ _MOST_EMPTY = 10_000
 
 
 def _open(stream: DocumentStreamConfig | HeldoutStreamConfig) -> Rows:
-    rows = open_rows(Path(stream.path), split=stream.split)
+    path = machine_policy().require_data(stream.path, "midtrain.streams.path")
+    rows = open_rows(path, split=stream.split)
     require_columns(rows, [stream.column], source=stream.path)
     return rows
 

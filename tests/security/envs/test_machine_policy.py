@@ -2,11 +2,12 @@
 
 import pytest
 
-from deltawire.config import TaskConfig
-from deltawire.config.machine import POLICY, TRUSTED, machine_policy
+from deltawire.config import DataConfig, TaskConfig
+from deltawire.config.machine import DATA, POLICY, TRUSTED, machine_policy
 from deltawire.envs import open_tasks
 from deltawire.envs.workspace import WorkspaceSettings
 from deltawire.errors import InputError
+from deltawire.launch.processes import read_config
 
 
 @pytest.fixture
@@ -76,3 +77,48 @@ def test_a_policy_that_is_named_and_missing_stops_everything(policy, monkeypatch
     monkeypatch.setenv(POLICY, str(tmp_path / "none.toml"))
     with pytest.raises(InputError, match="no machine policy"):
         machine_policy()
+
+
+def test_a_run_reads_only_rows_that_the_machine_gives_it(policy, tmp_path, monkeypatch):
+    """Its tasks would be copied into prompts, and with them into the bucket."""
+    monkeypatch.setenv(DATA, "")
+    given = tmp_path / "given"
+    given.mkdir()
+    for path in (tmp_path / "secret.jsonl", given / "rows.jsonl"):
+        path.write_text('{"question": "q", "answer": "a"}\n' * 4)
+    (given / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
+
+    def opened(path):
+        config = TaskConfig(environment="dataset", data=DataConfig(path=str(path)), heldout=1)
+        return open_tasks(config, seed=0)
+
+    monkeypatch.chdir(tmp_path)
+    for path in (given / "rows.jsonl", "secret.jsonl", "given/../secret.jsonl"):
+        with pytest.raises(InputError, match="which this machine does not give to runs"):
+            opened(path)
+    monkeypatch.setenv(DATA, str(given))
+    assert opened(given / "rows.jsonl").epoch == 3
+    for path in ("secret.jsonl", given / ".." / "secret.jsonl", given / "link.jsonl"):
+        with pytest.raises(InputError, match="does not give"):
+            opened(path)
+    monkeypatch.setenv(DATA, "")
+    policy(f"data_dirs = ['{given}']")
+    assert opened("given/rows.jsonl").epoch == 3
+
+
+def test_a_configuration_of_this_machine_gives_its_rows(tmp_path, monkeypatch):
+    monkeypatch.setenv(DATA, "/elsewhere")
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'name = "x"\n[model.build]\n[task]\nenvironment = "dataset"\nprompt = "{question}"\n'
+        f"[task.data]\npath = '{tmp_path}/a.jsonl'\nanswer = 'answer'\n"
+        "[[evaluate.sets]]\nname = 'held'\n[evaluate.sets.task]\nenvironment = 'dataset'\n"
+        f"prompt = '{{question}}'\n[evaluate.sets.task.data]\npath = '{tmp_path}/b.jsonl'\n"
+        "answer = 'answer'\n"
+    )
+    read_config(path)
+    monkeypatch.delenv(POLICY, raising=False)
+    for name in ("a.jsonl", "b.jsonl"):
+        machine_policy().require_data(str(tmp_path / name), "task.data.path")
+    with pytest.raises(InputError, match="does not give"):
+        machine_policy().require_data(str(tmp_path / "c.jsonl"), "task.data.path")
