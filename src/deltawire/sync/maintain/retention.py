@@ -33,6 +33,7 @@ numbers belong to no version, as a later version states.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
@@ -170,8 +171,10 @@ class _Retention:
         self._dry_run = dry_run
         self._unsigned = sealed is not None
         """A relay without a key writes unsigned floors and intents."""
+        self._begin = 0
+        """All versions below this one are tombstones already, which are not listed."""
         self._listed: list[int] = []
-        """The versions whose manifests a listing showed at the start."""
+        """The versions from there on whose manifests a listing showed at the start."""
 
     def prune(self, cutoff: int, grace: timedelta) -> Pruned:
         found = self.found
@@ -181,7 +184,8 @@ class _Retention:
         newest = newest_readable(self.bucket, self.run)
         if newest is None:
             return found
-        versions = self._listed = list(committed_objects(self.bucket))
+        self._begin = self._closed_below(floors.valid)
+        versions = self._listed = list(committed_objects(self.bucket, newer_than=self._begin - 1))
         kept = [v for v in self._checkpoints() if v <= newest.version]
         cutoff = min([cutoff, *kept, newest.version])
         found.anchor = self._anchor(versions, cutoff, newest.version)
@@ -201,6 +205,19 @@ class _Retention:
         if found.pruned_below:
             self._delete(valid, due)
         return found
+
+    def _closed_below(self, floors: Iterable[int]) -> int:
+        """Returns a version below which an earlier call closed all it could, 0 if none did.
+
+        A call deletes the floors below its own last, and buries the version before it last of all.
+        """
+        lowest = min(floors, default=0)
+        if lowest:
+            with suppress(CorruptError):  # Then more is listed than need be.
+                last = read_manifest(self.bucket, self.run, lowest - 1)
+                if last is not None and last.pruned:
+                    return lowest
+        return 0
 
     def _delete(self, floors: dict[int, ObjectMeta], due: datetime) -> None:
         """Reads everything that decides what is kept, and only then deletes the rest."""
@@ -353,7 +370,8 @@ class _Retention:
         """Returns the versions below `Pruned.pruned_below`, including missing ones."""
         end = self.found.pruned_below
         listed = sorted(v for v in versions if v < end)
-        gaps = [(low + 1, high) for low, high in pairwise([-1, *listed, end]) if high > low + 1]
+        ends = pairwise([self._begin - 1, *listed, end])
+        gaps = [(low + 1, high) for low, high in ends if high > low + 1]
         if self._sealed is not None:
             gaps = []
         missing = sum(high - low for low, high in gaps)

@@ -16,6 +16,7 @@ from deltawire.errors import (
 from deltawire.store import open_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest
 from deltawire.sync.chain import objects as chain
+from deltawire.sync.maintain import retention
 from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, no_answer
 from deltawire.testing.tiny import same_bits, start_publisher, start_run, weights
@@ -96,6 +97,27 @@ def test_hangs_on_the_newest_anchor_at_or_before_the_cutoff(bucket, cutoff):
     assert (again.manifests, again.compacted, again.blobs) == ([], [], [])
     fill(bucket, NEWEST + 3)
     assert_kept(bucket, anchor)
+
+
+def test_tombstones_of_earlier_calls_are_not_listed_again(bucket, monkeypatch):
+    """A run of years has a hundred thousand of them, of which each page is a request."""
+    run, shown = start_run(bucket), []
+    prune(bucket, run, cutoff=4, grace_s=0)
+    fill(bucket, NEWEST + 4)
+    list_objects = FaultyBucket.list_objects
+
+    def listing(self, prefix, *, after=None):
+        found = list_objects(self, prefix, after=after)
+        shown.extend(one.key for one in found)
+        return found
+
+    monkeypatch.setattr(FaultyBucket, "list_objects", listing)
+    monkeypatch.setattr(retention, "newest_readable", lambda *_: read_manifest(bucket, run, 14))
+    assert prune(bucket, run, cutoff=NEWEST, grace_s=0).manifests == [4, 5, 6, 7]
+    assert not {keys.manifest(version) for version in range(4)} & set(shown)
+    assert {keys.manifest(version) for version in range(4, 15)} <= set(shown)
+    assert prune(bucket, run, cutoff=NEWEST, grace_s=0).manifests == []
+    assert_kept(bucket, 8)
 
 
 def test_without_an_anchor_that_is_there_nothing_is_deleted(bucket):
@@ -336,10 +358,11 @@ def test_junk_that_nothing_needs_does_not_steer_retention(bucket):
         assert same_bits(load_mirror(bucket, run, at=version).tensors, weights(version))
 
 
-def test_names_of_missing_versions_are_filled_but_no_endless_range(bucket, monkeypatch):
+@pytest.mark.parametrize("most", [0, 1])
+def test_names_of_missing_versions_are_filled_but_no_endless_range(bucket, monkeypatch, most):
     run = start_run(bucket)
     bucket.inner.delete(keys.manifest(2))
-    monkeypatch.setattr("deltawire.sync.maintain.retention.MAX_FILLED", 0)
-    assert 2 not in prune(bucket, run, cutoff=4, grace_s=0).manifests
-    monkeypatch.setattr("deltawire.sync.maintain.retention.MAX_FILLED", 1)
-    assert 2 in prune(bucket, run, cutoff=4, grace_s=0).manifests
+    monkeypatch.setattr("deltawire.sync.maintain.retention.MAX_FILLED", most)
+    found = prune(bucket, run, cutoff=4, grace_s=0)
+    assert (2 in found.manifests) == (most == 1)
+    assert len(found.refused) == 1 - most
