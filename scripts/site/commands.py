@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 
-from deltawire.cli import exit_codes
 from deltawire.cli.bench import benchmark_commands
 from deltawire.cli.main import build_parser
 
@@ -14,24 +13,10 @@ OPENING = """# Command line
 Every command with its arguments. Tables have `--json` for programs. Errors are one line on standard
 error: what happened, where, and what to do.
 """
-EXITS = f"""
+EXITS = """
 ## Exit codes
 
-| code | meaning |
-|---|---|
-| 0 | done |
-| 1 | an error without a code of its own, or the reader of standard output closed it |
-| 2 | the configuration, the arguments, the bucket or the machine must be changed first |
-| {exit_codes.DAMAGED} | the bucket holds something damaged; `parity`: more than `--limit` |
-| 4 | another writer has taken this role |
-| {exit_codes.DIFFERENT} | `replay`, or a run's audit, found other bits |
-| {exit_codes.FLAGGED} | `probes`: a reward came apart from a probe |
-| 7 | the run crossed a limit at which its configuration stops it |
-| {exit_codes.UNFIT} | `doctor`: something will fail |
-| 70 | an invariant of deltawire does not hold: report it |
-| {exit_codes.IO_FAILED} | a file could not be read or written |
-| 75 | the store did not answer: the same command may succeed later |
-| {exit_codes.INTERRUPTED} | interrupted |
+[What each means](TROUBLESHOOTING.md#exit-codes).
 """
 
 

@@ -32,7 +32,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--watch",
         default="",
         metavar="FOLDER",
-        help="also publish the subfolders of this folder as they appear",
+        help="also publish the subfolders of this folder as they appear; a pattern, in quotes, "
+        "takes the newest folder that it matches",
     )
     parser.add_argument(
         "--settle",
@@ -87,8 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     lent = lent_files(Path(arguments.files)) if arguments.files else NO_FILES
     watcher = None
     if arguments.watch:
-        folder = Path(arguments.watch)
-        watcher = CheckpointWatcher(folder, settle_s=arguments.settle, lent=lent)
+        watcher = CheckpointWatcher(arguments.watch, settle_s=arguments.settle, lent=lent)
     options = PublishOptions(
         name=arguments.name,
         signer=read_signer(arguments.key),

@@ -13,7 +13,7 @@ from deltawire.dashboard.wording import byte_size
 from deltawire.display import safe_json
 from deltawire.errors import InputError, RetryError
 from deltawire.launch.progress import Bars, bars
-from deltawire.launch.pulling import PATIENCE_S, Pulled
+from deltawire.launch.pulling import PATIENCE_S, Pulled, wait_for_run
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.store import MeteredBucket, RetryingBucket
 from deltawire.sync import load_mirror, newest_version, read_run
@@ -94,6 +94,8 @@ def pull_adapter(
     if follow and version is not None:
         raise InputError("--follow and --version exclude each other")
     with bars(hidden=as_json) as bar:
+        if follow:
+            wait_for_run(location, bar)
         bucket = MeteredBucket(open_trusted(location, trust), lambda read, _: bar.advance(read))
         puller = _AdapterPuller(bucket, directory, bar, threads=threads, as_json=as_json)
         if follow:

@@ -159,7 +159,7 @@ class _Session:
 
     def watch(self, watcher: CheckpointWatcher, *, idle_s: float) -> None:
         """Publishes each subfolder once it is complete, until interrupted or idle."""
-        logged = told = 0
+        logged = told = noted = 0
         last = time.monotonic()
         while True:
             for path in watcher.ready():
@@ -169,6 +169,9 @@ class _Session:
                     self._bar.log(f"{checkpoint_name(path)} is skipped: {error}")
                     continue
                 last = time.monotonic()
+            for note in watcher.notes[noted:]:
+                self._bar.log(note)
+            noted = len(watcher.notes)
             for path in sorted(watcher.passed_over, key=checkpoint_order)[logged:]:
                 self._bar.log(
                     f"{checkpoint_name(path)} was complete only after a later one had been "
@@ -176,7 +179,7 @@ class _Session:
                 )
             logged = len(watcher.passed_over)
             for path, why in watcher.not_taken[told:]:
-                self._bar.log(f"{path.relative_to(watcher.folder)} is not taken: {why}")
+                self._bar.log(f"{path.relative_to(watcher.watched.base)} is not taken: {why}")
             told = len(watcher.not_taken)
             if idle_s and time.monotonic() - last > idle_s:
                 return

@@ -12,14 +12,18 @@ from deltawire.display import safe_json
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.launch.progress import Bars, bars
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
-from deltawire.store import MeteredBucket, RetryingBucket
+from deltawire.store import MeteredBucket, RetryingBucket, open_bucket
+from deltawire.store.opening import NoFolderError
 from deltawire.sync import Checkout, read_run
 from deltawire.sync.chain.version_poller import newest_readable
+from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run
 
 PATIENCE_S = 600.0
 """While following, requests to a store that does not answer are retried for this many seconds."""
+FOLDER_POLL_S = 0.5
+"""How often a folder is looked for that does not exist yet, in seconds."""
 
 
 class Pulled(msgspec.Struct, frozen=True):
@@ -55,8 +59,16 @@ def pull_directory(
     if (version is not None) + follow + verify > 1:
         raise InputError("--follow, --version and --verify exclude each other")
     with bars(hidden=as_json) as bar:
+        if follow:
+            wait_for_run(location, bar)
         bucket = MeteredBucket(open_trusted(location, trust), lambda read, _: bar.advance(read))
         run = read_run(RetryingBucket(bucket))
+        if any(one.name.endswith((".lora_A", ".lora_B")) for one in run.tensors):
+            # PEFT's own tensors end in ".weight".
+            bar.log(
+                f"the run's adapter has experts, which {directory} holds in a layout that PEFT "
+                f"does not read: pull it with --adapter, into another directory"
+            )
         with Checkout(bucket, run, directory, threads=threads) as checkout:
             puller = _Puller(bucket, run, checkout, bar, as_json=as_json)
             if verify:
@@ -65,6 +77,24 @@ def pull_directory(
                 puller.follow()
             else:
                 puller.once(version)
+
+
+def wait_for_run(location: str, bar: Bars) -> None:
+    """Waits until there is a run at a location; a folder need not exist yet either."""
+    told = False
+    while True:
+        pause_s = FOLDER_POLL_S
+        try:
+            bucket = RetryingBucket(open_bucket(location))
+            if bucket.exists(keys.RUN):
+                return
+            pause_s = bucket.poll_s
+        except NoFolderError:
+            pass
+        if not told:
+            bar.log(f"there is no run at {location} yet: waiting for its first version")
+            told = True
+        time.sleep(pause_s)
 
 
 class _Puller:

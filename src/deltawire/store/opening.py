@@ -28,6 +28,10 @@ DURABLE = "DELTAWIRE_DURABLE"
 """The environment variable that, set to 0, makes writes to folders faster but not durable."""
 
 
+class NoFolderError(InputError):
+    """There is no folder at the location; a process that waits for one may ask again."""
+
+
 def refuse_credentials(location: str) -> None:
     """Raises `InputError` for a bucket's URL that contains credentials, without repeating them."""
     if has_credentials(location):
@@ -131,7 +135,7 @@ def _open_folder(location: str, *, create: bool, durable: bool) -> FolderBucket:
         if create:
             make_folder(folder, durable=durable)
         elif not folder.is_dir():
-            raise InputError(
+            raise NoFolderError(
                 f"there is no bucket at {location}",
                 hint="is the path right? open_bucket(…, create=True) of Python makes a new folder",
             )

@@ -99,18 +99,28 @@ def translate(error: BaseException, verb: str, url: str, key: str) -> DeltawireE
         )
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         status = status or 403
-    hint = "is the bucket reachable?"
+    said = _first_line(text) or type(error).__name__
     if _NO_CREDENTIALS.search(text):
-        hint = (
-            "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
-            "AWS_PROFILE"
+        return RetryError(
+            f"cannot {verb}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE: "
+            "there are no credentials",
+            hint=f"the client said: {said}",
+            run=url,
+            key=key,
         )
-    elif 400 <= status < 500 and status not in _TRANSIENT_STATUSES:
+    if 400 <= status < 500 and status not in _TRANSIENT_STATUSES:
         reason, hint = _CODES.get(code) or _STATUSES.get(status) or (_first_line(text), "")
         return InputError(f"cannot {verb}: {reason}", hint=hint, run=url, key=key)
-    return RetryError(
-        f"cannot {verb}: {_first_line(text) or type(error).__name__}", hint=hint, run=url, key=key
+    if "://" not in url:
+        return RetryError(
+            f"cannot {verb}: {said}", hint="is the folder reachable?", run=url, key=key
+        )
+    remedy = (
+        f"try again later: the store answered {status}"
+        if status
+        else "check the endpoint and the network: the store does not answer"
     )
+    return RetryError(f"cannot {verb}: {remedy}", hint=f"the client said: {said}", run=url, key=key)
 
 
 def _first_line(text: str) -> str:

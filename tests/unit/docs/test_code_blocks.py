@@ -15,8 +15,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from documents import ROOT, blocks, commands
+from documents import ROOT, blocks, commands, documents
 
+from deltawire import errors
+from deltawire.cli import exit_codes
 from deltawire.cli.main import build_parser
 from deltawire.config import RunConfig, flatten, parse_config
 from deltawire.config.machine import MachinePolicy
@@ -151,6 +153,37 @@ def test_marked_blocks_run_one_after_another(path, tmp_path):
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_work_in_a_checkout(path):
+    """Headings, as GitHub anchors them, and files."""
+    broken = []
+    for target, anchor in re.findall(r"\]\(([^)\s#:]*)(#[^)\s]+)?\)", path.read_text()):
+        place = (path.parent / target) if target else path
+        if not place.exists():
+            broken.append(target)
+        elif anchor and place.suffix == ".md":
+            titles = re.findall(r"^#+ (.+)$", place.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in titles]
+            broken += [] if anchor[1:] in anchors else [target + anchor]
+    assert not broken
+
+
+def test_every_exit_code_is_documented():
+    table = (ROOT / "docs/TROUBLESHOOTING.md").read_text().partition("## Exit codes")[2]
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
+    kinds = [
+        vars(exit_codes),
+        *(vars(kind) for kind in vars(errors).values() if isinstance(kind, type)),
+    ]
+    used = {
+        value
+        for names in kinds
+        for name, value in names.items()
+        if isinstance(value, int) and (name.isupper() or name == "exit_code")
+    }
+    assert codes == used | {0}
 
 
 def test_the_documents_have_blocks_of_each_kind():

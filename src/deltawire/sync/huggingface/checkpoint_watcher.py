@@ -10,6 +10,7 @@ from pathlib import Path
 
 from deltawire.errors import InputError
 from deltawire.sync.huggingface.checkpoint_dir import MARKER, NO_FILES, read_checkpoint
+from deltawire.sync.huggingface.watched_folder import NumberGaps, WatchedFolder
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 
@@ -38,7 +39,8 @@ class CheckpointWatcher:
 
     Subfolders are ordered by the last number in their names (``checkpoint-900`` before
     ``checkpoint-1000``), then by name. One that becomes complete after a later one was yielded is
-    skipped: versions only go forward.
+    skipped: versions only go forward. ``folder`` may be a pattern, and need not exist yet (see
+    `WatchedFolder`).
 
     Example::
 
@@ -51,16 +53,16 @@ class CheckpointWatcher:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         *,
         settle_s: float = 5.0,
         lent: Mapping[str, bytes] = NO_FILES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not folder.is_dir():
-            raise InputError(f"there is no folder {folder} to watch", hint="is the path right?")
-        self.folder = folder
+        self.watched = WatchedFolder(folder)
         self.lent = lent
+        self.notes: list[str] = []
+        """Sentences for the user: which folder is watched, and which subfolders were missed."""
         self.passed_over: list[Path] = []
         self.not_taken: list[tuple[Path, str]] = []
         """Subfolders that are incomplete although their files no longer change, each once, and
@@ -73,11 +75,16 @@ class CheckpointWatcher:
         self._told: set[Path] = set()
         self._marked = False
         self._last: tuple[int, str] | None = None
+        self._gaps = NumberGaps(from_start=False)
 
     def ready(self) -> Iterator[Path]:
         """Yields the subfolders that are complete by now and were not yielded before, in order."""
         now = self._clock()
-        found = [_checkpoint_in(path) for path in _subfolders(self.folder)]
+        self._find_folder()
+        if self.watched.now is None:
+            return
+        found = [_checkpoint_in(path) for path in _subfolders(self.watched.now)]
+        self._note_missed(found)
         self._marked = self._marked or any((path / MARKER).exists() for path in found)
         waiting = (path for path in found if path not in self._yielded)
         for path in sorted(waiting, key=checkpoint_order):
@@ -100,6 +107,39 @@ class CheckpointWatcher:
                 continue
             self._last = checkpoint_order(path)
             yield path
+
+    def _find_folder(self) -> None:
+        """Looks for the folder, and starts over in another one."""
+        before = self.watched.now
+        if self.watched.look():
+            appeared = bool(before or self.notes)  # Since the look before.
+            self._candidates.clear()
+            self._gaps = NumberGaps(from_start=appeared)
+            self._last, self._marked = None, False
+            if appeared or self.watched.now != self.watched.base:
+                ended = f", no longer {before}" if before else ""
+                self.notes.append(f"watching {self.watched.now}{ended}")
+        elif before is None and not self.notes:
+            self.notes.append(f"there is no folder {self.watched.given} yet: waiting for it")
+
+    def _note_missed(self, found: list[Path]) -> None:
+        """Notes subfolders that were removed before they were taken, seen or not."""
+        missed = []
+        names = {checkpoint_name(path) for path in found}
+        for path in self._candidates.keys() - set(found):
+            del self._candidates[path]
+            if path not in self._told and checkpoint_name(path) not in names:
+                missed.append(checkpoint_name(path))
+        numbers = {checkpoint_order(path)[0] for path in found} - {-1}
+        missed += [
+            f"number {gap[0]}" + (f" to {gap[-1]} ({len(gap)})" * (len(gap) > 1))
+            for gap in self._gaps.add(numbers)
+        ]
+        if missed:
+            self.notes.append(
+                f"missed {', '.join(missed)}: removed before it could be read; "
+                "let the trainer keep more checkpoints, or write fewer"
+            )
 
     def _fault(self, path: Path) -> str:
         """Explains why a subfolder is not a complete checkpoint; empty if it is one."""

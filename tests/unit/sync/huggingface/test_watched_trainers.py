@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from deltawire.sync import (
     read_run,
 )
 from deltawire.sync.huggingface.checkpoint_dir import lent_files
+from deltawire.sync.huggingface.watched_folder import NumberGaps
 
 
 class Clock:
@@ -187,11 +189,90 @@ def test_wrong_folders_are_one_clear_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = str(tmp_path / "run")
+    (tmp_path / "file").touch()
     for arguments, text in (
-        (["--watch", str(tmp_path / "none")], "there is no folder"),
+        (["--watch", str(tmp_path / "file")], "is no folder to watch"),
         ([str(tmp_path / "checkpoint-7")], "there is no directory"),
         (["--watch", str(tmp_path), "--files", str(tmp_path)], "has no config.json"),
     ):
         assert main(["publish", *arguments, "--to", url]) == 2
         assert text in capsys.readouterr().err
     assert not Path(url).exists()
+
+
+def test_a_pattern_finds_the_folder_that_appears_last(tmp_path: Path) -> None:
+    """As prime-rl names it: ``output_dir/RUN_NAME/broadcasts`` with a random name."""
+    clock = Clock()
+    base = lent_files(write_directory(tmp_path / "base", 0))
+    watcher = CheckpointWatcher(
+        str(tmp_path / "outputs" / "*" / "broadcasts"), lent=base, clock=clock
+    )
+    assert not list(watcher.ready())
+    assert watcher.notes == [f"there is no folder {watcher.watched.given} yet: waiting for it"]
+    first = broadcast(tmp_path / "outputs" / "zeta" / "broadcasts", 7)
+    (tmp_path / "outputs" / "zeta" / "configs").mkdir()
+    assert list(watcher.ready()) == [first]
+    again = broadcast(tmp_path / "outputs" / "alpha" / "broadcasts", 1)
+    broadcast(tmp_path / "outputs" / "zeta" / "broadcasts", 8)
+    assert list(watcher.ready()) == [again]
+    assert watcher.notes[1:] == [
+        f"watching {first.parent}",
+        f"watching {again.parent}, no longer {first.parent}",
+    ]
+
+
+def test_of_several_matches_the_one_changed_last_is_watched_first(tmp_path: Path) -> None:
+    for name, at in (("a", 2), ("b", 3), ("c", 1)):
+        path = write_directory(tmp_path / name / "out" / "step_1", 1)
+        os.utime(path.parent, (at, at))
+    watcher = CheckpointWatcher(str(tmp_path / "*" / "out"), settle_s=0)
+    assert list(watcher.ready()) == [tmp_path / "b" / "out" / "step_1"]
+
+
+def test_folders_that_were_removed_unread_are_named(tmp_path: Path) -> None:
+    clock = Clock()
+    folder = tmp_path / "out"
+    watcher = CheckpointWatcher(folder, settle_s=5, clock=clock)
+    list(watcher.ready())
+    for step in (3, 4):  # The first look sees the third and the fourth step.
+        write_directory(folder / f"step_{step}", step)
+    list(watcher.ready())
+    assert watcher.notes[-1].startswith("missed number 1 to 2 (2): removed before it could be read")
+    clock.now = 6
+    assert len(list(watcher.ready())) == 2
+    shutil.rmtree(folder / "step_3")  # Published: nothing is missed.
+    write_directory(folder / "step_5", 5)
+    list(watcher.ready())
+    shutil.rmtree(folder / "step_5")
+    write_directory(folder / "step_9", 9)
+    notes = len(watcher.notes)
+    list(watcher.ready())
+    list(watcher.ready())
+    assert len(watcher.notes) == notes + 1
+    assert watcher.notes[-1].startswith("missed step_5, number 6 to 8 (3):")
+
+
+@pytest.mark.parametrize(
+    ("looks", "missing"),
+    [
+        ([{100, 1000}, {1100}, {1300}], [range(1200, 1300, 100)]),
+        ([{100}, {200}, {500}], [range(300, 500, 100)]),
+        ([{7}, {9}, {9, 11}], []),
+        ([set(), {10}, {11}], []),
+        ([{1_732_470_000, 1_732_470_060}], []),
+    ],
+)
+def test_gaps_are_measured_by_the_smallest_step(looks: Any, missing: Any) -> None:
+    for from_start in (False, True):
+        gaps = NumberGaps(from_start=from_start)
+        assert [gap for look in looks for gap in gaps.add(look)] == missing
+
+
+def test_the_command_waits_for_a_folder_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern = str(tmp_path / "*" / "broadcasts")
+    words = ["publish", "--watch", pattern, "--to", str(tmp_path / "run"), "--idle", "0.01"]
+    assert main(words) == 0
+    told = capsys.readouterr()
+    assert "waiting for it" in " ".join((told.out + told.err).split())
