@@ -49,7 +49,7 @@ def test_a_directory_with_adapters_of_experts_names_the_option_that_is_needed(
         "experts": "mlp.experts.down_proj.lora_A",
     }
     name = f"base_model.model.model.layers.0.{ends[kind]}"
-    specs = [TensorSpec(name=name, dtype="F32", shape=[8])]
+    specs = [TensorSpec(name=name, dtype="F32", shape=(8,))]
     open_publisher(tmp_path / "run", {name: np.ones(8, np.float32)}, specs=specs).close()
     assert main(["pull", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     told = capsys.readouterr()
