@@ -143,9 +143,26 @@ def test_every_role_has_its_own_secrets():
     assert len(set().union(*buckets)) == len(buckets), "no two roles share the bucket's secret"
 
 
-def test_the_image_installs_extras_that_exist():
+def test_the_image_installs_locked_packages_by_hash():
     text = (LAUNCH / "Dockerfile").read_text()
-    project = (ROOT / "pyproject.toml").read_text()
-    (extras,) = re.findall(r"deltawire\[([a-z,]+)\]", text)
-    for extra in extras.split(","):
-        assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
+    files = re.findall(r"-r /requirements/([a-z]+)\.txt", text)
+    assert {"torch", "core", "rl", "lora", "sign"} <= set(files)
+    for name in files:
+        assert (ROOT / "requirements" / f"{name}.txt").is_file()
+    for command in text.replace("\\\n", " ").split("&&"):
+        if "-r /requirements" in command:
+            assert "--require-hashes" in command
+        assert "pip install deltawire" not in command
+    assert "--no-deps" in text
+
+
+def test_models_are_downloaded_at_a_revision():
+    found = 0
+    for path in sorted(LAUNCH.rglob("*")):
+        text = path.read_text() if path.is_file() else ""
+        revisions = re.findall(r"^ +REVISION: ([0-9a-f]{40})$", text, re.MULTILINE)
+        for command in re.findall(r"\bhf,? download\b.*", text):
+            found += 1
+            pinned = re.search(r"--revision,? ([0-9a-f]{40})", command)
+            assert pinned or ('--revision "$REVISION"' in command and revisions), path
+    assert found == 2
