@@ -26,6 +26,7 @@ from benchmarks.live.replica import ADMIN, TOKEN, MeasuredProcess
 from benchmarks.training.keys import Measured, Options
 from deltawire.config import parse_config
 from deltawire.errors import RetryError
+from deltawire.launch.live_secret import SecretPlace, create_secret
 from deltawire.live.feedback.client import receipt_of
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
@@ -35,7 +36,6 @@ from deltawire.sync import read_manifest
 from deltawire.testing.tiny import start_publisher, start_run, weights
 from deltawire.wire import keys
 from deltawire.wire.receipts import read_receipt
-from deltawire.wire.signing import Ed25519Signer
 
 SEEDS = 20
 CLIENTS = 4
@@ -90,6 +90,7 @@ def _gateways(folder: Path, options: Options) -> tuple[Bucket, dict[str, set[str
     publisher.close()
     manifest = read_manifest(bucket, start_run(bucket), 0)
     assert manifest is not None
+    create_secret(bucket, start_run(bucket), SecretPlace(folder / "secret"))
     replica = MeasuredProcess(
         [sys.executable, "-m", "benchmarks.live.replica", "replica", manifest.digest], 0
     )
@@ -97,7 +98,7 @@ def _gateways(folder: Path, options: Options) -> tuple[Bucket, dict[str, set[str
     def gateway() -> MeasuredProcess:
         command = [sys.executable, "-m", "deltawire", "gateway", bucket.url, "--port", "0"]
         command += ["--replica", replica.url, "--capture-share", "1"]
-        command += ["--state", str(folder / "state")]
+        command += ["--state", str(folder / "state"), "--secret", str(folder / "secret")]
         return MeasuredProcess(command, 1, DELTAWIRE_TOKEN=TOKEN, DELTAWIRE_ADMIN_TOKEN=ADMIN)
 
     told: dict[str, set[str]] = {"receipts": set(), "reports": set()}
@@ -163,10 +164,9 @@ def measure(options: Options) -> Measured:
         folder = Path(name)
         bucket, told = _gateways(folder, options)
         run = start_run(bucket)
-        signer = Ed25519Signer.read(folder / "state" / "gateway.key")
+        secret = SecretPlace(folder / "secret").read(bucket, run)
         receipts = [
-            read_receipt(text, public_key=signer.public_key, run=run.id)
-            for text in told["receipts"]
+            read_receipt(text, keys=secret.receipt_keys, run=run.id) for text in told["receipts"]
         ]
         promised = {one.answer for one in receipts if one is not None and one.recorded}
         records = LiveRecords(bucket)

@@ -23,6 +23,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from deltawire.launch.live_secret import SecretPlace, create_secret
 from deltawire.store import open_bucket
 from deltawire.sync import read_manifest
 from deltawire.testing.tiny import start_publisher, start_run, weights
@@ -153,6 +154,7 @@ def stack(folder: Path) -> Iterator[tuple[MeasuredProcess, MeasuredProcess, Meas
     publisher.close()
     manifest = read_manifest(bucket, start_run(bucket), 0)
     assert manifest is not None
+    create_secret(bucket, start_run(bucket), SecretPlace(folder / "secret"))
     own = [sys.executable, "-m", "benchmarks.live.replica"]
     started: list[MeasuredProcess] = []
     try:
@@ -163,7 +165,7 @@ def stack(folder: Path) -> Iterator[tuple[MeasuredProcess, MeasuredProcess, Meas
                 [
                     *(sys.executable, "-m", "deltawire", "gateway", bucket.url, "--port", "0"),
                     *("--replica", started[0].url, "--capture-share", "1"),
-                    *("--state", str(folder / "state")),
+                    *("--state", str(folder / "state"), "--secret", str(folder / "secret")),
                 ],
                 1,
                 DELTAWIRE_TOKEN=TOKEN,

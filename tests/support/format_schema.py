@@ -13,6 +13,7 @@ from deltawire.wire.decisions import Decision, RestoreRecord
 from deltawire.wire.identities import IdentitySegment
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.lineage import Forgotten, Lineage
+from deltawire.wire.live_secret import GenerationRecord, Readmitted
 from deltawire.wire.manifest import CompactedDelta, Manifest
 from deltawire.wire.reference_scores import ReferenceScores
 from deltawire.wire.roles import RoleGrant
@@ -38,6 +39,8 @@ OBJECTS = {
     "live/lineage/": Lineage,
     "live/decisions/": Decision,
     "live/forgotten/": Forgotten,
+    "live/readmitted/": Readmitted,
+    "live/secrets/": GenerationRecord,
     "deltawire.step": CommitMetadata,
     "deltawire.restore": RestoreRecord,
 }

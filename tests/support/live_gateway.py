@@ -12,6 +12,7 @@ from deltawire.chat.requests import RequestDefaults
 from deltawire.live.capture import uploader
 from deltawire.live.capture.consent import ConsentRule
 from deltawire.live.capture.redaction import Redaction
+from deltawire.live.deployment_secret import DeploymentSecret, Generation, secret_text
 from deltawire.live.gateway.app import LiveCalls
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions
 from deltawire.serving import replica_set
@@ -22,12 +23,15 @@ from deltawire.serving.vllm import VllmReplica
 from deltawire.store import open_bucket
 from deltawire.testing.tiny import start_publisher, start_run, weights
 from deltawire.wire import keys
-from deltawire.wire.captures import Capture, Feedback, decode_segment
-from deltawire.wire.signing import Ed25519Signer
+from deltawire.wire.captures import Capture, Feedback, GatewayState, decode_segment
+from deltawire.wire.live_secret import GenerationRecord
+from deltawire.wire.objects import encode_json
+from deltawire.wire.receipts import ReceiptKeys
 
 TOKEN, ADMIN, HOOK = "sampling-secret", "admin-secret", b"hook-secret"
-SIGNER = Ed25519Signer(bytes(range(32)))
-SECRET = b"pseudonyms"
+SECRET = bytes(range(32))
+GENERATION = Generation(SECRET)
+KEYS = ReceiptKeys({GENERATION.fingerprint: GENERATION.receipt_key})
 PROMPT = [5, 6, 7]
 WORDS = ["Hello", " there", "!"]
 
@@ -113,6 +117,29 @@ class TokenReplica(FakeVllm):
         }  # fmt: skip
 
 
+def deployment_secret(bucket, run, generations=(GENERATION,)):
+    """A deployment's secret with these generations, which the bucket names; the last is in use."""
+    for number, one in enumerate(generations):
+        record = GenerationRecord(
+            number=number, run=run.id, fingerprint=one.fingerprint, at=0.0, adopted=one.adopted,
+            public_key=one.public_key,
+        )  # fmt: skip
+        bucket.create(keys.live_secret(number), encode_json(record))
+    return DeploymentSecret(generations, bucket, run.id)
+
+
+def write_secret(bucket, run, path, generations=(GENERATION,)):
+    """Writes the file of a deployment's secret, which the gateway ``g0`` held; returns its path."""
+    deployment_secret(bucket, run, generations)
+    path.write_text(secret_text(generations))
+    state = GatewayState(
+        gateway="g0", run=run.id, started=0.0, at=0.0,
+        generations=[one.fingerprint for one in generations],
+    )  # fmt: skip
+    bucket.put(keys.live_gateway("g0"), encode_json(state))
+    return str(path)
+
+
 class LiveGateway:
     """The gateway and a client."""
 
@@ -190,9 +217,11 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
     hook = options.pop("hook", HOOK)
     options.setdefault("consent", ConsentRule(header=True))
     run = start_run(bucket)
+    secret = options.pop("secret", None) or deployment_secret(bucket, run)
+    reread = options.pop("reread", None)
     recorder = Recorder(
-        bucket, run, folder, SIGNER, SECRET, Redaction(redact, on_failure=on_failure),
-        RecorderOptions(**options),
+        bucket, run, folder, secret, Redaction(redact, on_failure=on_failure),
+        RecorderOptions(**options), reread=reread,
     )  # fmt: skip
     recorder.uploader._every_s = 3600.0
     fakes = [make(bucket, run) for _ in range(replicas)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -132,13 +134,19 @@ FLAGS = {
         "--rate",
         "--key",
         "--json",
+        "--secret",
+        "--without-gateway",
+        "--gateway-key",
+        "--wait",
     },
-    "forget": TRUST | {"--state", "--learner-key", "--rebuild", "--key", "--json"},
+    "forget": TRUST
+    | {"--secret", "--without-gateway", "--learner-key", "--rebuild", "--key", "--json"},
     "simulate": {"--out", "--seconds", "--rate", "--dry-run", "--seed", "--json"},
     "replica": TRUST | {"--host", "--port", "--token-file", "--hold", "--cpus", "--precision"},
     "gateway": TRUST
     | {
         "--key",
+        "--secret",
         "--capture-header",
         "--capture-users",
         "--capture-share",
@@ -291,6 +299,15 @@ def test_help_loads_few_modules() -> None:
     assert int(result.stdout) < 250
 
 
+def with_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A command's parser and those of its actions."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from with_actions(below)
+
+
 def test_flags_are_those_that_were_agreed() -> None:
     commands = next(
         action.choices for action in build_parser()._actions if isinstance(action.choices, dict)
@@ -298,7 +315,8 @@ def test_flags_are_those_that_were_agreed() -> None:
     flags = {
         name: {
             option
-            for action in parser._actions
+            for one in with_actions(parser)
+            for action in one._actions
             for option in action.option_strings
             if option.startswith("--") and option != "--help"
         }

@@ -168,6 +168,30 @@ def add_key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", default="", metavar="FILE", help="sign with this private key")
 
 
+def add_secret(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--secret``, the file of a deployment's secret."""
+    parser.add_argument(
+        "--secret",
+        default="",
+        metavar="FILE",
+        help="the secret of the deployment (default: DELTAWIRE_LIVE_SECRET, else the run's file "
+        "below $XDG_STATE_HOME)",
+    )
+
+
+def add_user(parser: argparse.ArgumentParser) -> None:
+    """Declares the user that a command is about, and what finds its pseudonyms."""
+    parser.add_argument("user", metavar="USER", help="the name that requests gave, or - to read it")
+    add_secret(parser)
+    parser.add_argument(
+        "--without-gateway",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave out what this gateway stored, whose key is lost; may be repeated",
+    )
+
+
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of commands that start a whole job: its key, and what they print."""
     add_key(parser)

@@ -14,3 +14,5 @@ FLAGGED = 6
 """``probes`` shows a reward that came apart from a probe."""
 UNFIT = 8
 """``doctor`` found a problem."""
+UNKNOWN_USER = 9
+"""``forget`` and ``live export`` found nothing under the name that they were given."""

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from deltawire.cli.arguments import add_json, add_key, add_run_url, add_trust, trust_of
+from deltawire.cli.arguments import add_json, add_key, add_run_url, add_trust, add_user, trust_of
+from deltawire.cli.exit_codes import UNKNOWN_USER
+
+if TYPE_CHECKING:
+    from deltawire.launch.live_users import Erasure
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = commands.add_parser("forget", help="delete what was stored of a live user")
+    parser = commands.add_parser(
+        "forget",
+        help="delete what was stored of a live user",
+        description="Deletes what all gateways stored of a user, under the pseudonyms of all "
+        f"generations of the deployment's secret. Exit code {UNKNOWN_USER}: nothing was ever "
+        "stored under this name.",
+    )
     parser.set_defaults(call=run)
     add_run_url(parser)
-    parser.add_argument("user", metavar="USER", help="the name that requests gave, or - to read it")
-    parser.add_argument(
-        "--state",
-        default="",
-        metavar="DIR",
-        help="the state folder of a gateway without --key (default: below $XDG_STATE_HOME)",
-    )
+    add_user(parser)
     parser.add_argument(
         "--learner-key",
         action="append",
@@ -39,33 +45,63 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Delete it, and print which versions were trained on it."""
-    from deltawire.launch.gateway import forget_by_name
+    from deltawire.launch.live_users import UserOptions, forget_by_name
 
-    record, rebuild = forget_by_name(
+    options = UserOptions(
+        trust=trust_of(arguments),
+        key=arguments.key,
+        secret=arguments.secret,
+        without=arguments.without_gateway,
+    )
+    done = forget_by_name(
         arguments.run,
         arguments.user,
-        key=arguments.key,
-        state=arguments.state,
-        trust=trust_of(arguments),
+        options,
         learner_keys=arguments.learner_key,
         rebuild=arguments.rebuild,
     )
+    code = 0 if done.known else UNKNOWN_USER
     if arguments.json:
-        body = {name: getattr(record, name) for name in record.__struct_fields__}
-        if rebuild is not None:
-            body["rebuild"] = rebuild._asdict()
+        body = {name: getattr(done.record, name) for name in done.record.__struct_fields__}
+        body |= {"known": done.known, "pseudonyms": list(done.pseudonyms)}
+        body |= {"old_versions": done.old_versions, "without": list(options.without)}
+        if done.rebuild is not None:
+            body["rebuild"] = done.rebuild._asdict()
         print(json.dumps(body))  # noqa: T201
-        return 0
-    trained = ", ".join(map(str, record.versions)) or "none"
-    print(  # noqa: T201
-        f"deleted {record.answers} answers, {record.feedback} reports and {len(record.groups)} "
-        f"groups of user {record.user}; versions trained on them: {trained}"
-    )
+        return code
+    for line in _lines(done, options.without):
+        print(line)  # noqa: T201
+    return code
+
+
+def _lines(done: Erasure, without: Sequence[str]) -> Iterator[str]:
+    record, rebuild = done.record, done.rebuild
+    if done.known:
+        trained = ", ".join(map(str, record.versions)) or "none"
+        yield (
+            f"deleted {record.answers} answers, {record.feedback} reports and "
+            f"{len(record.groups)} groups of user {record.user}; versions trained on them: "
+            f"{trained}"
+        )
+    else:
+        yield (
+            "unknown user: nothing is stored under this name, nor was. Check the spelling: it must "
+            "be the name that requests give. From now on gateways store nothing of this name; "
+            "deltawire live readmit takes that back"
+        )
+    if without:
+        yield f"not searched, because their keys are lost: {', '.join(without)}"
+    if done.old_versions == "kept":
+        yield (
+            "the store keeps old versions of objects: what was deleted stays in them until the "
+            "store's lifecycle rules, or you, delete them"
+        )
+    elif done.old_versions == "unknown":
+        yield "it cannot be told here whether the store keeps old versions of objects: check it"
     if rebuild is not None and rebuild.restores is None:
-        print("rebuild: the newest version does not come from the user's answers")  # noqa: T201
+        yield "rebuild: the newest version does not come from the user's answers"
     elif rebuild is not None:
-        print(  # noqa: T201
+        yield (
             f"rebuild: decision {rebuild.decision} asks the trainer to restore version "
             f"{rebuild.restores}; deltawire live status shows when it has"
         )
-    return 0

@@ -8,6 +8,7 @@ from deltawire.cli.arguments import (
     add_address,
     add_key,
     add_run_url,
+    add_secret,
     add_tls,
     add_token_file,
     add_trust,
@@ -57,6 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--model", default="", help="the replicas' name for the model (default: the request's)"
     )
     add_key(parser)
+    add_secret(parser)
     add_trust(parser)
     _add_capture(parser)
     _add_feedback(parser)
@@ -142,6 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         trust=trust_of(arguments),
         key=arguments.key,
+        secret=arguments.secret,
         state=arguments.state,
         spool_mb=arguments.spool_mb,
         capture_header=arguments.capture_header,

@@ -1,4 +1,4 @@
-"""``deltawire live``: which version serves users, and who decided it."""
+"""``deltawire live``: which version serves users, who decided it, and whose data is stored."""
 
 from __future__ import annotations
 
@@ -7,22 +7,37 @@ import json
 from typing import Any
 
 from deltawire.cli.arguments import add_json, add_key, add_run_url, add_trust, fraction, trust_of
+from deltawire.cli.live_secret import add_secret_actions
+from deltawire.cli.live_users import add_user_actions
 
-ACTIONS = ("status", "plan", "decide", "promote", "hold", "rollback")
+_ACTIONS = {
+    "status": "what serves, and the candidate's tests",
+    "plan": "answers that each stage needs",
+    "decide": "follow the tests, until stopped",
+    "promote": "by hand: let a version serve all users",
+    "hold": "by hand: keep the candidate's share until a person decides",
+    "rollback": "by hand: take the candidate back, or serve an earlier version",
+}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declares the command."""
     parser = commands.add_parser(
         "live",
-        help="decide which version serves users: canary, promotion, rollback",
-        description="status: what serves, and the candidate's tests. plan: answers that each stage "
-        "needs. decide: follow the tests, until stopped. promote, hold, rollback: by hand. Exit "
-        "code of status and decide --once: 0 nothing is open, 10 undecided, 11 held, 12 the last "
-        "candidate was rolled back.",
+        help="decide which version serves users; the deployment's secret; a user's data",
+        description="Exit code of status and decide --once: 0 nothing is open, 10 undecided, 11 "
+        "held, 12 the last candidate was rolled back.",
     )
-    parser.set_defaults(call=run)
-    parser.add_argument("action", choices=ACTIONS)
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    for name, help_text in _ACTIONS.items():
+        action = actions.add_parser(name, help=help_text)
+        action.set_defaults(call=run, action=name)
+        _add_decision_options(action)
+    add_user_actions(actions)
+    add_secret_actions(actions)
+
+
+def _add_decision_options(parser: argparse.ArgumentParser) -> None:
     add_run_url(parser)
     parser.add_argument(
         "--version",

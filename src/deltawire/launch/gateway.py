@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import getpass
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +21,16 @@ from deltawire.config import RunConfig, run_config
 from deltawire.display import safe_line
 from deltawire.errors import InputError
 from deltawire.launch.listening import check_port, listening, require_token, tls_context
+from deltawire.launch.live_secret import SecretPlace
 from deltawire.launch.role_keys import read_signer
 from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, read_token
 from deltawire.live.capture.consent import ConsentRule, read_users
-from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.capture.redaction import Redaction, load_redact
-from deltawire.live.erasure.forgetting import GroupsNeededError, forget_user
-from deltawire.live.erasure.rebuilding import Rebuild, check_rebuildable, rebuild_without
+from deltawire.live.deployment_secret import DeploymentSecret
+from deltawire.live.erasure.coverage import uncovered_gateways
 from deltawire.live.feedback.limits import FeedbackLimits
 from deltawire.live.gateway.app import LiveCalls
-from deltawire.live.gateway.recorder import Recorder, RecorderOptions
+from deltawire.live.gateway.recorder import Recorder, RecorderOptions, name_in
 from deltawire.private_files import open_private, private_folder
 from deltawire.runtime.highest_version import state_folder
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
@@ -40,12 +38,8 @@ from deltawire.serving.contract import ReplicaSetState
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import read_run
-from deltawire.wire.keys import valid_name
-from deltawire.wire.lineage import Forgotten
-from deltawire.wire.roles import GATEWAY_ROLE, worker_role
+from deltawire.wire.roles import GATEWAY_ROLE
 from deltawire.wire.run import Run
-from deltawire.wire.seal import Signer
-from deltawire.wire.signing import Ed25519Signer
 
 REPLICA_KEY_VARIABLE = "DELTAWIRE_REPLICA_KEY"
 REPORT_EVERY_S = 1.0
@@ -55,8 +49,8 @@ REPORT_EVERY_S = 1.0
 class GatewayOptions:
     """Where to listen, how replicas change versions, and what is stored of answers.
 
-    ``key`` is the deployment's private key; without one, an unsigned run's gateway keeps a new one
-    in ``state``.
+    ``key`` signs in a signed run. ``secret`` is the file of the deployment's secret (see
+    `deltawire.launch.live_secret.SecretPlace.of`).
     """
 
     replicas: Sequence[str]
@@ -71,6 +65,7 @@ class GatewayOptions:
     model: str = ""
     trust: ReaderTrust = ANY
     key: str = ""
+    secret: str = ""
     state: str = ""
     spool_mb: int = 1024
     capture_header: bool = False
@@ -106,6 +101,8 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
     bucket = open_trusted(location, options.trust, signer=signer, role=GATEWAY_ROLE)
     bucket.over(RetryingBucket.over(bucket.inner)).check_writer()
     run = read_run(bucket)
+    place = SecretPlace.of(options.secret, run)
+    secret = place.read(bucket, run)
     token = require_token(console, "token", options.token_file, TOKEN_VARIABLE)
     admin = require_token(console, "admin token", options.admin_token_file, ADMIN_TOKEN_VARIABLE)
     if token == admin:
@@ -115,22 +112,14 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
         )
     folder = _state_folder(options, run)
     with locked(folder):
-        signer = signer or _own_key(folder)
-        calls = _live_calls(options, bucket, run, folder, signer)
+        _refuse_an_older_key(bucket, folder, secret)
+        calls = _live_calls(options, bucket, run, folder, secret, lambda: place.read(bucket, run))
         asyncio.run(_serve(options, bucket, run, (token, admin), calls, console))
 
 
 def _state_folder(options: GatewayOptions, run: Run) -> Path:
     place = Path(options.state) if options.state else state_folder().parent / "gateways" / run.id
     return private_folder(place)
-
-
-def _own_key(folder: Path) -> Signer:
-    """Returns the key of an unsigned run's gateway, a new one at the first start."""
-    path = folder / "gateway.key"
-    if not path.exists():
-        Ed25519Signer.generate().write(path)
-    return Ed25519Signer.read(path)
 
 
 @contextmanager
@@ -149,20 +138,31 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def pseudonym_secret(signer: Signer) -> bytes:
-    """Returns the secret of a deployment's pseudonyms, derived from its key: Ed25519 signatures are
-    deterministic.
-    """
-    return signer.sign(b"deltawire pseudonyms 1\0")
+def _refuse_an_older_key(bucket: Bucket, folder: Path, secret: DeploymentSecret) -> None:
+    """Raises `InputError` if this gateway stored users under another key before, which the secret
+    has not adopted: no erasure would find them."""
+    reason = uncovered_gateways(bucket, secret).get(name_in(folder), "")
+    if reason:
+        raise InputError(
+            f"this gateway stored users under another key before: {reason}",
+            hint="adopt its private key (deltawire live secret adopt --help), which is "
+            f"{folder / 'gateway.key'} unless it had --key; if it is lost, give --state "
+            "another folder",
+            run=bucket.url,
+        )
 
 
 def _live_calls(
-    options: GatewayOptions, bucket: Bucket, run: Run, folder: Path, signer: Signer
+    options: GatewayOptions,
+    bucket: Bucket,
+    run: Run,
+    folder: Path,
+    secret: DeploymentSecret,
+    reread: Callable[[], DeploymentSecret],
 ) -> LiveCalls:
-    secret = pseudonym_secret(signer)
     listed = frozenset[str]()
     if options.capture_users:
-        listed = read_users(options.capture_users, Pseudonyms(secret))
+        listed = read_users(options.capture_users, secret.oldest.pseudonyms)
     consent = ConsentRule(options.capture_header, listed, options.capture_share)
     redact = load_redact(options.redact) if options.redact else None
     config = run_config(run.config, url=bucket.url) if run.config else RunConfig(name="live")
@@ -173,7 +173,6 @@ def _live_calls(
         bucket,
         run,
         folder,
-        signer,
         secret,
         Redaction(redact, on_failure=options.redact_failure),
         RecorderOptions(
@@ -182,6 +181,7 @@ def _live_calls(
             spool_bytes=options.spool_mb << 20,
             limits=FeedbackLimits(options.feedback_per_minute, options.feedback_per_day),
         ),
+        reread=reread,
     )
     defaults = RequestDefaults.of(config) if run.config else RequestDefaults()
     return LiveCalls(
@@ -271,75 +271,3 @@ def _lines(state: ReplicaSetState) -> dict[str, str]:
             words.append(loading.target_snapshot_identity)
         lines[replica.name] = " ".join(words) + (f": {loading.message}" if loading.message else "")
     return lines
-
-
-def forget_by_name(
-    location: str,
-    name: str,
-    *,
-    key: str,
-    state: str,
-    trust: ReaderTrust,
-    learner_keys: Sequence[str] = (),
-    rebuild: bool = False,
-) -> tuple[Forgotten, Rebuild | None]:
-    """Deletes what a run's bucket holds of a user, by the name that requests gave; ``-`` reads it
-    from standard input. ``key`` is the deployment's, else that in the ``state`` of its gateway;
-    ``learner_keys`` are ``NAME=FILE``, those of learners of a signed run.
-
-    Returns the record, and with ``rebuild`` what was decided to withdraw the versions that were
-    trained on the user. Raises `InputError` without the key, from which pseudonyms follow, and
-    without keys that replaced objects need.
-    """
-    name = sys.stdin.readline().strip() if name == "-" else name
-    if not name:
-        raise InputError("the user has no name")
-    signer = read_signer(key)
-    bucket = open_trusted(location, trust, signer=signer, role=GATEWAY_ROLE)
-    bucket.over(RetryingBucket.over(bucket.inner)).check_writer()
-    run = read_run(bucket)
-    if signer is None:
-        folder = Path(state) if state else state_folder().parent / "gateways" / run.id
-        if not (folder / "gateway.key").exists():
-            raise InputError(
-                "the deployment's key is needed: pseudonyms follow from it",
-                hint="give --key FILE, or --state DIR of a gateway that made its own",
-            )
-        signer = Ed25519Signer.read(folder / "gateway.key")
-    user = Pseudonyms(pseudonym_secret(signer)).user(name)
-    retrying = bucket.over(RetryingBucket.over(bucket.inner))
-    if rebuild:
-        check_rebuildable(retrying, run)
-    learners = _learner_buckets(location, trust, learner_keys) if run.public_key else None
-
-    def decide(record: Forgotten) -> Rebuild | None:
-        if not rebuild:
-            return None
-        versions = record.versions
-        return rebuild_without(retrying, run, versions, by=getpass.getuser(), now=time.time())
-
-    try:
-        record = forget_user(retrying, run, user, learners=learners)
-    except GroupsNeededError as error:
-        decide(error.record)  # The versions are withdrawn now, although groups stay for a while.
-        raise
-    return record, decide(record)
-
-
-def _learner_buckets(
-    location: str, trust: ReaderTrust, learner_keys: Sequence[str]
-) -> dict[str, Bucket]:
-    """Opens a signed run's bucket once for each learner's key, ``NAME=FILE``."""
-    found: dict[str, Bucket] = {}
-    for text in learner_keys:
-        name, _, file = text.partition("=")
-        if not (valid_name(name) and file):
-            raise InputError(
-                f"--learner-key {text[:80]!r} is not NAME=FILE",
-                hint="NAME is the --id of the learner, FILE its private key",
-            )
-        bucket = open_trusted(location, trust, signer=read_signer(file), role=worker_role(name))
-        bucket = bucket.over(RetryingBucket.over(bucket.inner))
-        bucket.check_writer()
-        found[name] = bucket
-    return found

@@ -17,6 +17,7 @@ from deltawire.errors import InputError, RetryError
 from deltawire.estimates import OffPolicyEstimate
 from deltawire.events import Evaluated
 from deltawire.launch.role_keys import read_signer
+from deltawire.live.deployment_secret import generation_in_use
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
 from deltawire.live.release.evidence import DifferenceFinding, Evidence, planned_answers
 from deltawire.live.release.next_decision import (
@@ -115,8 +116,17 @@ class Releaser:
             evidence=self.evidence(now),
             shadow=self.shadow(),
             estimate=figures_of_estimate(self.estimate()),
+            generation=self._generation(),
             now=now,
         )
+
+    def _generation(self) -> int:
+        """Returns the generation of the secret that a shadow or canary which begins now assigns by;
+        0 if none may begin."""
+        decision = self.log.newest
+        if decision is None or decision.verdict not in UNDECIDED or decision.salt:
+            return 0
+        return generation_in_use(self._bucket, self._run.id)
 
     def evidence(self, now: float) -> Evidence | None:
         """Returns what the canary that is under way has shown so far; None without one."""

@@ -42,6 +42,7 @@ from deltawire.dashboard.simulation import (
 from deltawire.envs.simulated_users import SimulatedUserTasks, covered_kinds
 from deltawire.errors import InputError, RetryError
 from deltawire.launch.gateway import REPLICA_KEY_VARIABLE
+from deltawire.launch.live_secret import SecretPlace, create_secret
 from deltawire.launch.releasing import ReleaseOptions, take_decision
 from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
 from deltawire.live.learning.learner import check_learnable
@@ -50,9 +51,10 @@ from deltawire.runtime.guard import guarded
 from deltawire.runtime.supervisor import COMMAND
 from deltawire.runtime.trusted import ReaderTrust
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import newest_version
+from deltawire.sync import newest_version, read_run
 from deltawire.testing.users.driver import ServedNote, UserDriver
 from deltawire.testing.users.population import Population
+from deltawire.wire.receipts import Receipt, read_receipt
 
 ENVIRONMENT = "simulated_users"
 START_WITHIN_S = 600.0
@@ -277,8 +279,10 @@ class LiveStack:
                 raise RetryError("the trainer publishes no version", hint=f"see {run.log}")
             time.sleep(POLL_S)
         replicas = self._replicas(bucket)
+        place, self._run = SecretPlace(out / "live.secret"), read_run(bucket)
+        self._secret = create_secret(bucket, self._run, place)
         gateway = self._command(
-            "gateway", bucket.url, "--port", "0", "--capture-header",
+            "gateway", bucket.url, "--port", "0", "--capture-header", "--secret", str(place),
             "--state", str(out / "gateway"), *replicas,
             "--feedback-per-minute", "600", "--feedback-per-day", "100000",
         )  # fmt: skip
@@ -304,6 +308,10 @@ class LiveStack:
         ]
         self._command("live", "decide", bucket.url, "--by", "demo", log="decider")
         return [word for one in started for word in ("--replica", one.url())]
+
+    def claims(self, receipt: str) -> Receipt | None:
+        """Returns what a receipt of the gateway says; None if it is none."""
+        return read_receipt(receipt, keys=self._secret.receipt_keys, run=self._run.id)
 
     def require_alive(self) -> None:
         """Raises `InputError` if one of the processes ended."""
@@ -366,7 +374,9 @@ def simulate(
     with _ended_by_signals(), LiveStack(config, config_path, options, report_line) as stack:
         began = time.time()
         watch = _Progress(report_line, population)
-        driver = UserDriver(stack.gateway_url, stack.token, population, watch=watch)
+        driver = UserDriver(
+            stack.gateway_url, stack.token, population, watch=watch, claims=stack.claims
+        )
 
         def stopping() -> bool:
             stack.require_alive()

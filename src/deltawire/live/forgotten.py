@@ -1,4 +1,4 @@
-"""Reads which users were forgotten; gateways, learners and erasures all ask here."""
+"""Reads which users were forgotten or readmitted; gateways, learners and erasures all ask here."""
 
 from __future__ import annotations
 
@@ -15,4 +15,11 @@ def forgotten_users(bucket: Bucket) -> frozenset[str]:
     here.
     """
     names = (key.rsplit("/", 1)[-1] for key in bucket.list(keys.LIVE_FORGOTTEN))
+    return frozenset(name.removesuffix(".json") for name in names)
+
+
+def readmitted_users(bucket: Bucket) -> frozenset[str]:
+    """Returns the pseudonyms of forgotten users who may be stored again under their next one;
+    raises `RetryError`."""
+    names = (key.rsplit("/", 1)[-1] for key in bucket.list(keys.LIVE_READMITTED))
     return frozenset(name.removesuffix(".json") for name in names)

@@ -38,7 +38,9 @@ class ObjectMeta:
     """Key, size and age of an object.
 
     ``modified`` is by the store's clock. S3 gives whole seconds from `head` and sometimes fractions
-    from `list_objects`, so the two may differ by up to a second for one object.
+    from `list_objects`, so the two may differ by up to a second for one object. ``version`` is the
+    store's id of what it keeps when the object is replaced or deleted; empty if the store states
+    none.
 
     Example::
 
@@ -49,6 +51,7 @@ class ObjectMeta:
     key: str
     bytes: int
     modified: datetime
+    version: str = ""
 
 
 class Bucket:
@@ -327,7 +330,9 @@ def opened_again(store: ObjectStore, *, retries: int | None = None) -> ObjectSto
 
 
 def _meta(meta: Any) -> ObjectMeta:
-    return ObjectMeta(str(meta["path"]), int(meta["size"]), meta["last_modified"])
+    return ObjectMeta(
+        str(meta["path"]), int(meta["size"]), meta["last_modified"], meta.get("version") or ""
+    )
 
 
 def require_bucket(given: Any) -> None:

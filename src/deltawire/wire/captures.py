@@ -15,11 +15,14 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from deltawire.errors import CorruptError
+from deltawire.wire.live_secret import MAX_GENERATIONS, Fingerprint
 from deltawire.wire.objects import FORMAT, decode_packed, encode_packed, prepared
 from deltawire.wire.receipts import MAX_SPANS, Arm, Pseudonym, Span
-from deltawire.wire.run import Identity, PublicKey
+from deltawire.wire.run import Identity, Key
 
 MAX_SEGMENT_BYTES = 256 << 20
+MAX_GATEWAY_BYTES = 1 << 20
+"""A `GatewayState`, at most."""
 MAX_ROWS = 1 << 16
 MAX_TEXT = 64
 
@@ -45,7 +48,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text (`deltawire.live.capture.marks`). ``task`` names the kind of request where the product
     knows it, ``cohort`` the group of users that the product puts this one in. ``first_s`` and
     ``total_s`` are the seconds until the first token and until the end. ``text`` is the redacted
-    conversation as JSON, empty unless the deployment keeps it. ``receipt`` is the signed receipt.
+    conversation as JSON, empty unless the deployment keeps it. ``receipt`` is the sealed receipt.
     """
 
     answer: Identity
@@ -173,15 +176,17 @@ class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class GatewayState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The object at ``live/gateways/<gateway>.json``.
 
-    ``public_key`` checks the deployment's receipts. ``counts`` are totals since the gateway
-    started (at ``started``), and ``rates`` the mean values of its detectors. ``shadow`` are those
-    of the newest shadow since then.
+    ``generations`` are the fingerprints of the deployment's secret that the gateway holds. Gateways
+    of earlier releases had a key in its place: ``public_key`` checks their receipts. ``counts`` are
+    totals since the gateway started (at ``started``), and ``rates`` the mean values of its
+    detectors. ``shadow`` are those of the newest shadow since then.
     """
 
     format: int = FORMAT
     gateway: _Name
     run: Identity
-    public_key: PublicKey
+    public_key: Key = ""
+    generations: Annotated[list[Fingerprint], Meta(max_length=MAX_GENERATIONS)] = []
     started: float
     at: float
     counts: Annotated[dict[str, float], Meta(max_length=256)] = {}

@@ -47,13 +47,15 @@ class Decision(
     """The object at ``live/decisions/<number>.json``.
 
     Of all users the ``share`` is assigned to the ``candidate``, by a hash of ``salt`` and the
-    user, so that a user keeps its arm as the share grows. ``by`` is the process or the person that
-    decided, ``reason`` a sentence for people, and ``evidence`` the figures that it rests on. In a
-    shadow, ``copies`` is the share of users' requests that the candidate answers too, unseen by
-    users, and ``salt`` names the shadow. A hold says what it waits for. A rollback names the
-    rejected version as its candidate, with share 0. ``previous`` is the BLAKE3 hash of the object
-    of the valid decision before, so that no decision can be taken out of the series unnoticed;
-    empty for the first one, and for those of releases that wrote none.
+    user, so that a user keeps its arm as the share grows. ``generation`` is that of the
+    deployment's secret whose pseudonyms are hashed: a rotation meanwhile moves no user. ``by`` is
+    the process or the person that decided, ``reason`` a sentence for people, and ``evidence`` the
+    figures that it rests on. In a shadow, ``copies`` is the share of users' requests that the
+    candidate answers too, unseen by users, and ``salt`` names the shadow. A hold says what it
+    waits for. A rollback names the rejected version as its candidate, with share 0. ``previous``
+    is the BLAKE3 hash of the object of the valid decision before, so that no decision can be taken
+    out of the series unnoticed; empty for the first one, and for those of releases that wrote
+    none.
     """
 
     number: Index
@@ -64,6 +66,7 @@ class Decision(
     share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     copies: Annotated[float, Meta(ge=0, le=1)] = 0.0
     salt: Annotated[str, Meta(max_length=64)] = ""
+    generation: Index = 0
     waits_for: Literal["", "data", "person"] = ""
     at: float
     by: Annotated[str, Meta(max_length=64)]
@@ -170,18 +173,18 @@ def _fault_between(before: Decision, decision: Decision) -> str:
             "" if same and decision.waits_for else "a hold that changes users, or waits for nothing"
         )
     if decision.verdict == "shadow":
-        if _seen(before) != (0.0, 0.0, ""):
+        if _seen(before)[:3] != (0.0, 0.0, ""):
             return "a shadow that does not follow the gate"
         fits = decision.copies and decision.salt and not decision.share
         return "" if fits else "a shadow without copies or a name, or with a share"
-    if before.salt and decision.salt != before.salt:
+    if before.salt and (decision.salt, decision.generation) != (before.salt, before.generation):
         return "a canary that assigns users again"
     return "" if decision.share > before.share else "a canary whose share does not grow"
 
 
-def _seen(decision: Decision) -> tuple[float, float, str]:
-    """Returns what a decision shows of its candidate: share of users, copies, salt."""
-    return decision.share, decision.copies, decision.salt
+def _seen(decision: Decision) -> tuple[float, float, str, int]:
+    """Returns what a decision shows of its candidate: share of users, copies, salt, generation."""
+    return decision.share, decision.copies, decision.salt, decision.generation
 
 
 def assign(decision: Decision | None, user: Pseudonym) -> Assignment:

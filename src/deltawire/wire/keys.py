@@ -40,6 +40,8 @@ LIVE_FEEDBACK = "live/feedback/"
 LIVE_LINEAGE = "live/lineage/"
 LIVE_DECISIONS = "live/decisions/"
 LIVE_FORGOTTEN = "live/forgotten/"
+LIVE_READMITTED = "live/readmitted/"
+LIVE_SECRETS = "live/secrets/"
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
 _DEVICE = re.compile(r"(?i:CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9])\Z")
@@ -343,6 +345,16 @@ def live_decision(number: int) -> str:
 def live_forgotten(pseudonym: str) -> str:
     """Returns the key of the record of a user's erasure."""
     return f"{LIVE_FORGOTTEN}{_checked(pseudonym)}.json"
+
+
+def live_readmitted(pseudonym: str) -> str:
+    """Returns the key of the object that lets a forgotten user be stored under a new pseudonym."""
+    return f"{LIVE_READMITTED}{_checked(pseudonym)}.json"
+
+
+def live_secret(number: int) -> str:
+    """Returns the key of the fingerprint of the deployment secret's ``number``-th generation."""
+    return f"{LIVE_SECRETS}{_number(number)}.json"
 
 
 def trailing_number(key: str) -> int | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from aiohttp.test_utils import TestServer
 from granted_groups import start_with_groups
+from live_gateway import deployment_secret
 
 from deltawire.chat.requests import RequestDefaults
 from deltawire.events import Evaluated
@@ -28,7 +29,6 @@ from deltawire.runtime.process import Process, open_run
 from deltawire.serving.app import build_app
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.serving.vllm import VllmReplica
-from deltawire.wire.signing import Ed25519Signer
 
 TOKEN, ADMIN, UPSTREAM = "sampling", "admin", "upstream"
 USERS = 48
@@ -46,7 +46,7 @@ async def serve_users(bucket, folder):
     run, config = open_run(bucket)
     options = RecorderOptions(consent=ConsentRule(share=1.0))
     recorder = Recorder(
-        bucket, run, folder, Ed25519Signer.generate(), b"s", Redaction(None), options
+        bucket, run, folder, deployment_secret(bucket, run), Redaction(None), options
     )
     async with aiohttp.ClientSession() as session:
         members = ReplicaSet(

@@ -21,14 +21,15 @@ import pytest
 import tiny_config
 
 from benchmarks.ports import free_port
+from deltawire.live.deployment_secret import parse_secret
 from deltawire.live.feedback.client import receipt_of
 from deltawire.live.learning.records import LiveRecords, read_lineages
 from deltawire.runtime.heartbeat import read_heartbeat
 from deltawire.runtime.signed_bucket import SignedBucket
 from deltawire.store import open_bucket
 from deltawire.sync import newest_version, read_manifest, read_run
-from deltawire.testing.users.driver import read_claims
 from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.receipts import ReceiptKeys, read_receipt
 from deltawire.wire.roles import Pin
 from deltawire.wire.signing import Ed25519Signer
 
@@ -102,6 +103,7 @@ class LiveRun:
             "replica": ["replica", self.location, "--port", str(self.replica_port)],
             "gateway": ["gateway", self.location, "--port", str(self.port), "--replica", url,
                         "--capture-share", "1", "--key", self.key("gateway"),
+                        "--secret", str(self.folder / "secret"),
                         "--state", str(self.folder / "state"), "--feedback-per-minute", "100000",
                         "--feedback-per-day", "1000000"],
             "learner": ["learner", self.location, "--key", self.key("live")],
@@ -112,6 +114,20 @@ class LiveRun:
                 [sys.executable, "-m", "deltawire", *commands[name], *public],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={**os.environ, **TOKENS},
             )  # fmt: skip
+
+    def make_secret(self):
+        subprocess.run(
+            [sys.executable, "-m", "deltawire", "live", "secret", "create", self.location,
+             "--secret", str(self.folder / "secret"), "--key", self.key("gateway"),
+             "--public-key", self.owner],
+            check=True, capture_output=True, timeout=PATIENCE_S,
+        )  # fmt: skip
+
+    def claims(self, receipt):
+        run = read_run(self.bucket, public_key=self.owner)
+        (generation,) = parse_secret((self.folder / "secret").read_text(), place="")
+        keys = ReceiptKeys({generation.fingerprint: generation.receipt_key})
+        return read_receipt(receipt, keys=keys, run=run.id)
 
     @property
     def owner(self):
@@ -164,6 +180,7 @@ class Users(threading.Thread):
         super().__init__()
         self.url, self.stopping = f"http://127.0.0.1:{run.port}/v1", threading.Event()
         self.promised, self.taken, self.trouble = set(), set(), 0
+        self.claims = run.claims
 
     def post(self, path, body, user=""):
         headers = {"Authorization": "Bearer sampling", "Content-Type": "application/json"}
@@ -187,7 +204,7 @@ class Users(threading.Thread):
         message = {"role": "user", "content": f"mail {number}"}
         body = {"model": "policy", "messages": [message]}
         receipt = receipt_of(self.post("/chat/completions", body, f"user {number % 40}"))
-        claims = read_claims(receipt)
+        claims = self.claims(receipt)
         if claims.recorded:
             self.promised.add(claims.answer)
         report = {"receipt": receipt, "kind": "accept", "value": number % 2, "id": f"r{number}"}
@@ -220,6 +237,7 @@ def test_nothing_promised_is_lost_and_nothing_is_trained_on_twice(tmp_path, stri
         until(lambda: newest_version(run.bucket) is not None, "no version 0")
         run.grant("gateway", "gateway")
         run.grant("worker-live", "live")
+        run.make_secret()
         for name in ("replica", "gateway", "learner"):
             run.start(name)
         until(run.is_ready, "the gateway is not ready")

@@ -14,6 +14,7 @@ from shapes import Trainer, build
 from test_served_over_http import Server
 
 from deltawire.export.snapshots import snapshot_identity
+from deltawire.launch.live_secret import SecretPlace, create_secret
 from deltawire.store import open_bucket
 from deltawire.sync import read_run
 
@@ -26,11 +27,13 @@ class Front:
 
     def __init__(self, run, replica, log):
         self.log = log
+        bucket, place = open_bucket(run), SecretPlace(log.with_suffix(".secret"))
+        create_secret(bucket, read_run(bucket), place)
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 [
                     sys.executable, "-m", "deltawire", "gateway", run, "--port", "0",
-                    "--replica", replica,
+                    "--replica", replica, "--secret", str(place),
                 ],
                 stderr=file,
                 env={**os.environ, "DELTAWIRE_TOKEN": "a", "DELTAWIRE_ADMIN_TOKEN": TOKEN},

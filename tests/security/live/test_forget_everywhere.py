@@ -15,13 +15,13 @@ from granted_groups import SECRET as TRAINER_SECRET
 from granted_groups import start_with_groups
 from heartbeats import put_heartbeat
 from live_answers import LIVE
-from live_gateway import SIGNER, TokenReplica, live_serving
+from live_gateway import GENERATION, TokenReplica, live_serving
 from planted import all_files, holds, packed_copies
 
 from deltawire.cli.main import main
-from deltawire.launch.gateway import pseudonym_secret
+from deltawire.launch.live_secret import SECRET_VARIABLE
 from deltawire.live.capture.consent import ConsentRule
-from deltawire.live.capture.pseudonyms import Pseudonyms
+from deltawire.live.deployment_secret import secret_text
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
 from deltawire.live.learning.records import LiveRecords
@@ -72,8 +72,7 @@ class LiveRun:
         self.run, self.config = open_run(self.bucket)
         self.state = folder / "state"
         self.state.mkdir(mode=0o700)
-        SIGNER.write(self.state / "gateway.key")
-        self.pseudonym = Pseudonyms(pseudonym_secret(SIGNER)).user(ALICE)
+        self.pseudonym = GENERATION.pseudonyms.user(ALICE)
         self.reader = RunReader(self.bucket, folder / "index")
 
     def command(self, *arguments):
@@ -206,7 +205,7 @@ async def live_until_shown(at, run):
 
 def test_a_planted_text_is_gone_from_every_place(tmp_path, monkeypatch):
     run = LiveRun(tmp_path)
-    monkeypatch.setattr(live_gateway, "SECRET", pseudonym_secret(SIGNER))
+    monkeypatch.setenv(SECRET_VARIABLE, secret_text([GENERATION]))
     monkeypatch.setattr(live_gateway, "start_run", lambda bucket: run.run)
     options = {"consent": ConsentRule(share=1.0), "keep_text": True, "replica": ByteReplica}
 
@@ -216,9 +215,7 @@ def test_a_planted_text_is_gone_from_every_place(tmp_path, monkeypatch):
             before = run.places("shown-before")
             assert [place for place, files in before.items() if not files] == ["erasures"]
             assert found_in(before, run.pseudonym) == BEFORE
-            said = await asyncio.to_thread(
-                run.command, "forget", run.bucket.url, ALICE, "--state", str(run.state), "--json"
-            )
+            said = await asyncio.to_thread(run.command, "forget", run.bucket.url, ALICE, "--json")
             record = json.loads(said)
             assert record["answers"] == 4
             assert record["feedback"] > 4, "what detectors found in the user's turns too"

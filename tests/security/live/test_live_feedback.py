@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 from live_answers import config_of
-from live_gateway import HOOK, SIGNER, TOKEN, live_serving, published
+from live_gateway import GENERATION, HOOK, KEYS, TOKEN, live_serving, published
 
 from deltawire.errors import InputError
 from deltawire.live.capture.consent import ConsentRule
@@ -26,8 +26,7 @@ from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
 from deltawire.live.learning.records import LiveRecords, read_lineages
 from deltawire.testing.tiny import start_run
-from deltawire.wire.receipts import read_receipt, sign_receipt
-from deltawire.wire.signing import Ed25519Signer
+from deltawire.wire.receipts import read_receipt, seal_receipt
 
 PLANTED = "planted-text-4711"
 
@@ -52,10 +51,11 @@ def serve(bucket, tmp_path, monkeypatch):
 def test_forged_foreign_truncated_and_anothers_receipts_look_the_same(serve, bucket):
     async def scenario(at):
         text = await at.receipt()
-        receipt = read_receipt(text, public_key=SIGNER.public_key, run=start_run(bucket).id)
-        forged = sign_receipt(receipt, Ed25519Signer.generate())
-        foreign = sign_receipt(msgspec.structs.replace(receipt, run="f" * 32), SIGNER)
-        answers = [await at.report(one) for one in (forged, foreign, text[:-5], "", "dw1..", text)]
+        receipt = read_receipt(text, keys=KEYS, run=start_run(bucket).id)
+        name, key = GENERATION.fingerprint, GENERATION.receipt_key
+        forged = seal_receipt(receipt, name, bytes(32))
+        foreign = seal_receipt(msgspec.structs.replace(receipt, run="f" * 32), name, key)
+        answers = [await at.report(one) for one in (forged, foreign, text[:-5], "", "dw2..", text)]
         other_user = await at.report(text, headers={"x-deltawire-user": "mallory"})
         assert answers[-1][0] == 200
         assert [status for status, _ in answers[:-1]] == [404] * 5
@@ -90,7 +90,7 @@ def test_ids_belong_to_their_user_and_their_source(serve, bucket):
         mine, yours = await at.receipt(), await at.receipt(user="bob")
         assert (await at.report(mine, id="click"))[0] == 200
         assert (await at.report(yours, id="click", value="down"))[0] == 200
-        answer = read_receipt(mine, public_key=SIGNER.public_key, run=start_run(bucket).id).answer
+        answer = read_receipt(mine, keys=KEYS, run=start_run(bucket).id).answer
         detected = f"retry-{answer}"
         assert (await at.report(mine, kind="accept", value=1, id=detected))[0] == 200
         hook = [{"receipt": mine, "kind": "event_order", "value": 7, "id": "click"}]
@@ -357,7 +357,7 @@ def test_a_redaction_that_raises_stores_nothing_and_users_are_served(
 
     async def scenario(at):
         text = await at.receipt(PLANTED)
-        receipt = read_receipt(text, public_key=SIGNER.public_key, run=start_run(bucket).id)
+        receipt = read_receipt(text, keys=KEYS, run=start_run(bucket).id)
         assert not receipt.recorded
         assert not (await at.uploaded())[0]
         assert at.recorder.state().counts["redaction_failures"] == 1

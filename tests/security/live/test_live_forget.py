@@ -2,15 +2,13 @@
 
 import asyncio
 import contextlib
-import json
 
 import numpy as np
 import pytest
 from forgotten_users import everything_in, learned
-from live_answers import answer, put_rows, report
+from live_answers import answer
 from live_gateway import SECRET, live_serving, published
 
-from deltawire.cli.main import main
 from deltawire.errors import RetryError
 from deltawire.live.capture.consent import ConsentRule
 from deltawire.live.capture.pseudonyms import Pseudonyms
@@ -114,25 +112,3 @@ def test_an_erasure_that_was_interrupted_forgets_no_version(at):
     assert record.versions == [1]
     stored = everything_in(bucket)
     assert not any(answer(n).tokens in stored for n in (2, 6))
-
-
-def test_the_command_finds_the_user_by_the_gateways_key(tmp_path, capsys):
-    from deltawire.launch.gateway import pseudonym_secret
-    from deltawire.wire.signing import Ed25519Signer
-
-    url = str(tmp_path / "run")
-    bucket = published(1, url)
-    key = tmp_path / "key"
-    Ed25519Signer.generate().write(key)
-    user = Pseudonyms(pseudonym_secret(Ed25519Signer.read(key))).user("alice")
-    put_rows(bucket, 0, [answer(1, user=user), answer(2)], [report(1, user=user)])
-    state = tmp_path / "state"
-    state.mkdir(mode=0o700)
-    assert main(["forget", url, "alice", "--state", str(state)]) == 2
-    assert "pseudonyms follow from it" in capsys.readouterr().err
-    (state / "gateway.key").write_bytes(key.read_bytes())
-    assert main(["forget", url, "alice", "--state", str(state), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["answers"], found["feedback"], found["versions"]) == (1, 1, [])
-    assert main(["forget", url, "nobody", "--state", str(state)]) == 0
-    assert "versions trained on them: none" in capsys.readouterr().out

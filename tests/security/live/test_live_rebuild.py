@@ -14,12 +14,12 @@ from granted_groups import SECRET as TRAINER_SECRET
 from granted_groups import start_with_groups
 from heartbeats import put_heartbeat
 from live_answers import LIVE, NOW, answer, config_of, put_rows, report
+from live_gateway import SECRET, write_secret
 from signed_run import OTHER, WORKER, SignedRun
 
 from deltawire.cli.main import main
 from deltawire.config import parse_config
 from deltawire.errors import InputError, RetryError
-from deltawire.launch.gateway import pseudonym_secret
 from deltawire.launch.releasing import Releaser
 from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.erasure.forgetting import forget_user
@@ -40,7 +40,6 @@ from deltawire.wire.decisions import Decision, RestoreRecord, ServedVersion
 from deltawire.wire.ledger import CommitMetadata, ranges_of
 from deltawire.wire.objects import encode_json
 from deltawire.wire.rollouts import decode_group
-from deltawire.wire.signing import Ed25519Signer
 from deltawire.wire.status import Challenge
 
 ALICE = "a" * 32
@@ -184,17 +183,19 @@ def test_only_a_rebuild_releases_groups_and_only_once_it_is_restored(published):
     assert released.groups == {("live", 4), ("live", 5), ("w0", 9)}
 
 
-def signed_run_with_groups(location="memory://"):
+def signed_run_with_groups(location="memory://", folder=None):
     """Version 1 of a signed run consumed group 0 of the learner, and group 1 waits; the user is in
     both."""
     run = SignedRun(location)
     run.grant("gateway", OTHER)
     run.grant("worker-live", WORKER)
     gateway, learner = run.bucket("gateway", signer=OTHER), run.bucket("worker-live", signer=WORKER)
-    user = Pseudonyms(pseudonym_secret(OTHER)).user("alice")
+    user = Pseudonyms(SECRET).user("alice")
     who = {n: user if n in (2, 6) else None for n in range(1, 9)}
     rows = [answer(n, user=who[n]) for n in who], [report(n, user=who[n]) for n in who]
     put_rows(gateway, 0, *rows)
+    if folder is not None:
+        write_secret(gateway, run.run, folder / "secret")
     records = LiveRecords(learner)
     records.poll()
     groups = LiveGroups(learner, "live", GroupMaker(config_of(), records), first=0)
@@ -210,12 +211,12 @@ def signed_run_with_groups(location="memory://"):
 
 
 def test_in_a_signed_run_what_is_replaced_is_valid_again(tmp_path, capsys):
-    run, user = signed_run_with_groups(str(tmp_path / "run"))
+    run, user = signed_run_with_groups(str(tmp_path / "run"), tmp_path)
     files = {name: str(tmp_path / name) for name in ("gateway", "live")}
     OTHER.write(Path(files["gateway"]))
     WORKER.write(Path(files["live"]))
     command = ["forget", str(tmp_path / "run"), "alice", "--public-key", str(run.pin)]
-    command += ["--key", files["gateway"], "--json"]
+    command += ["--key", files["gateway"], "--secret", str(tmp_path / "secret"), "--json"]
     stored = {key: run.plain.get(key, limit=1 << 28) for key in run.plain.list("")}
     assert main(command) == 2
     said = capsys.readouterr().err
@@ -310,11 +311,7 @@ def test_a_trainer_restores_and_trains_again_on_the_answers_of_others(
     sections = {"rollout": LIVE["rollout"], "live": LIVE["live"]}
     bucket = start_with_groups(tmp_path, groups=0, train=settings, **sections)
     bucket.put(keys.challenge("live"), encode_json(Challenge(worker="live", secret=TRAINER_SECRET)))
-    state = tmp_path / "state"
-    state.mkdir(mode=0o700)
-    Ed25519Signer.generate().write(state / "gateway.key")
-    secret = pseudonym_secret(Ed25519Signer.read(state / "gateway.key"))
-    user = Pseudonyms(secret).user("alice")
+    user = Pseudonyms(SECRET).user("alice")
     planted = b"planted text of alice"
     texts = {n: planted if n == 6 else b"" for n in range(1, 12)}
     who = {n: user if n == 6 else None for n in texts}
@@ -323,6 +320,7 @@ def test_a_trainer_restores_and_trains_again_on_the_answers_of_others(
         [report(n, value=float(n % 2), user=who[n]) for n in texts],
     )  # fmt: skip
     run, config = open_run(bucket)
+    secret = write_secret(bucket, run, tmp_path / "secret")
 
     def learner(first, released=()):
         records = LiveRecords(bucket)
@@ -338,7 +336,7 @@ def test_a_trainer_restores_and_trains_again_on_the_answers_of_others(
     serve(bucket, run, 2)
     needles = [form for data in (planted, answer(6, tokens=12).tokens) for form in forms_of(data)]
     assert planted in everything_in(bucket)
-    command = ["forget", bucket.url, "alice", "--state", str(state), "--rebuild"]
+    command = ["forget", bucket.url, "alice", "--secret", secret, "--rebuild"]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "versions trained on them: 2" in said

@@ -16,12 +16,14 @@ from fake_replica import FakeVllm
 
 from deltawire.errors import InputError
 from deltawire.launch.gateway import GatewayOptions, run_gateway
+from deltawire.launch.live_secret import SecretPlace, create_secret
 from deltawire.serving import app as gateway
 from deltawire.serving import bodies, replica_set
 from deltawire.serving.app import build_app, build_runner
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.serving.vllm import VllmReplica
 from deltawire.store import open_bucket
+from deltawire.sync import read_run
 from deltawire.testing.tiny import start_publisher, start_run, weights
 
 TOKEN, ADMIN = "sampling-secret", "admin-secret"
@@ -301,13 +303,23 @@ def test_https_and_no_token_in_a_log(tmp_path):
     publisher = start_publisher(bucket)
     publisher.publish(weights(0))
     publisher.close()
-    refused = command(bucket.url, DELTAWIRE_TOKEN=TOKEN)
+    create_secret(bucket, read_run(bucket), SecretPlace(tmp_path / "secret"))
+    secret = ("--secret", str(tmp_path / "secret"))
+    refused = command(bucket.url, *secret, DELTAWIRE_TOKEN=TOKEN)
     _, line = refused.communicate(timeout=120)
     assert refused.returncode == 2
     assert "--admin-token-file" in line
     certificate(tmp_path)
-    files = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
-    process = command(bucket.url, *files, DELTAWIRE_TOKEN=TOKEN, DELTAWIRE_ADMIN_TOKEN=ADMIN)
+    files = (
+        *secret,
+        "--tls-cert",
+        str(tmp_path / "cert.pem"),
+        "--tls-key",
+        str(tmp_path / "key.pem"),
+    )
+    process = command(
+        bucket.url, *secret, *files, DELTAWIRE_TOKEN=TOKEN, DELTAWIRE_ADMIN_TOKEN=ADMIN
+    )
     try:
         written = process.stderr.readline()
         url = written.split(" on ")[1].strip()
@@ -320,6 +332,11 @@ def test_https_and_no_token_in_a_log(tmp_path):
         rest = process.communicate(timeout=120)[1]
     assert not {TOKEN, ADMIN} & set((written + rest).split())
     bad = command(
-        bucket.url, "--tls-cert", __file__, DELTAWIRE_TOKEN=TOKEN, DELTAWIRE_ADMIN_TOKEN=ADMIN
+        bucket.url,
+        *secret,
+        "--tls-cert",
+        __file__,
+        DELTAWIRE_TOKEN=TOKEN,
+        DELTAWIRE_ADMIN_TOKEN=ADMIN,
     )
     assert "cannot use --tls-cert" in bad.communicate(timeout=120)[1]

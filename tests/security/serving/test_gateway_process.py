@@ -15,6 +15,7 @@ from aiohttp import web
 from fake_replica import FakeVllm
 from live_gateway import TokenReplica
 
+from deltawire.launch.live_secret import SecretPlace, create_secret
 from deltawire.store import open_bucket
 from deltawire.testing.tiny import start_publisher, start_run, weights
 
@@ -94,10 +95,13 @@ class Process:
 def process(folder, *arguments):
     """A gateway with the sampling token, the admin token, and a key for its replica."""
     with replica(folder) as (bucket, fake):
+        place = SecretPlace(folder / "live.secret")
+        create_secret(bucket, start_run(bucket), place)
         started = subprocess.Popen(
             [
                 sys.executable, "-m", "deltawire", "gateway", bucket.url, "--port", "0",
                 "--replica", str(fake.server.make_url("/")), "--state", str(folder / "state"),
+                "--secret", str(place),
                 "--capture-header", *arguments,
             ],
             stderr=subprocess.PIPE, text=True,
@@ -195,7 +199,7 @@ def test_every_answer_has_a_receipt_however_its_path_is_spelled(gateway, target)
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]}).encode()
     status, found = gateway.ask("POST", target, TOKEN, body, "Content-Type: application/json")
     assert status == 200
-    assert json.loads(found.split(b"\r\n\r\n", 1)[1])["deltawire"]["receipt"].startswith("dw1.")
+    assert json.loads(found.split(b"\r\n\r\n", 1)[1])["deltawire"]["receipt"].startswith("dw2.")
     assert gateway.fake.asked == [("POST", "/v1/chat/completions")]
     gateway.fake.asked.clear()
 

@@ -1,5 +1,7 @@
 """Receipts, segments of captures and feedback, and assignments to arms."""
 
+import base64
+
 import msgspec
 import numpy as np
 import pytest
@@ -13,11 +15,21 @@ from deltawire.wire.captures import (
     encode_segment,
 )
 from deltawire.wire.decisions import Decision, ServedVersion, assign
-from deltawire.wire.receipts import Receipt, hash_tokens, read_receipt, sign_receipt, spans_of
+from deltawire.wire.receipts import (
+    DOMAIN,
+    Receipt,
+    ReceiptKeys,
+    hash_tokens,
+    read_receipt,
+    seal_receipt,
+    spans_of,
+)
 from deltawire.wire.signing import Ed25519Signer
 
 RUN = "0" * 32
 SIGNER = Ed25519Signer(bytes(range(32)))
+NAME, KEY = "e" * 32, bytes(range(32))
+KEYS = ReceiptKeys({NAME: KEY})
 
 
 def receipt(**changes):
@@ -41,27 +53,55 @@ def capture(**changes):
 
 
 def test_a_receipt_is_read_back_by_its_key_and_run_only():
-    text = sign_receipt(receipt(), SIGNER)
-    assert read_receipt(text, public_key=SIGNER.public_key, run=RUN) == receipt()
-    assert read_receipt(text, public_key=SIGNER.public_key, run="f" * 32) is None
-    other = Ed25519Signer.generate()
-    assert read_receipt(text, public_key=other.public_key, run=RUN) is None
+    text = seal_receipt(receipt(), NAME, KEY)
+    assert read_receipt(text, keys=KEYS, run=RUN) == receipt()
+    assert read_receipt(text, keys=KEYS, run="f" * 32) is None
+    assert read_receipt(text, keys=ReceiptKeys({NAME: bytes(32)}), run=RUN) is None
+    assert read_receipt(text, keys=ReceiptKeys({"f" * 32: KEY}), run=RUN) is None
+
+
+def test_a_receipt_shows_its_holder_neither_arm_nor_version():
+    texts = [
+        seal_receipt(receipt(arm=arm, spans=spans, propensity=share), NAME, KEY)
+        for arm, spans, share in (
+            ("serving", [(7, 10)], 0.75), ("candidate", [(70_000, 10)], 0.25), ("serving", [], 1.0)
+        )
+    ]  # fmt: skip
+    assert len({len(text) for text in texts}) == 1
+    assert len(set(texts)) == 3
+    assert seal_receipt(receipt(), NAME, KEY) != seal_receipt(receipt(), NAME, KEY)
+    for text in texts:
+        box = base64.urlsafe_b64decode(text.split(".")[2] + "==")
+        assert b"serving" not in box
+        assert b"candidate" not in box
+        assert receipt().answer.encode() not in box
 
 
 def test_no_change_of_one_character_is_another_receipt():
-    text = sign_receipt(receipt(), SIGNER)
+    text = seal_receipt(receipt(), NAME, KEY)
     for place in range(len(text)):
         for character in "A.-":
             changed = text[:place] + character + text[place + 1 :]
             if changed != text:
-                assert read_receipt(changed, public_key=SIGNER.public_key, run=RUN) is None
-        assert read_receipt(text[:place], public_key=SIGNER.public_key, run=RUN) is None
+                assert read_receipt(changed, keys=KEYS, run=RUN) is None
+        assert read_receipt(text[:place], keys=KEYS, run=RUN) is None
 
 
-def test_a_signed_payload_that_is_no_receipt_is_refused():
+def test_a_sealed_payload_that_is_no_receipt_is_refused():
     wrong = msgspec.structs.replace(receipt(), propensity=2.0)
-    text = sign_receipt(wrong, SIGNER)
-    assert read_receipt(text, public_key=SIGNER.public_key, run=RUN) is None
+    text = seal_receipt(wrong, NAME, KEY)
+    assert read_receipt(text, keys=KEYS, run=RUN) is None
+
+
+def test_a_receipt_of_an_earlier_release_is_read_if_its_key_was_adopted():
+    payload = msgspec.msgpack.encode(receipt())
+    parts = (payload, SIGNER.sign(DOMAIN + payload))
+    text = ".".join(["dw1", *(base64.urlsafe_b64encode(p).rstrip(b"=").decode() for p in parts)])
+    adopted = ReceiptKeys({NAME: KEY}, frozenset({SIGNER.public_key}))
+    assert read_receipt(text, keys=adopted, run=RUN) == receipt()
+    assert read_receipt(text, keys=adopted, run="f" * 32) is None
+    assert read_receipt(text[:-2], keys=adopted, run=RUN) is None
+    assert read_receipt(text, keys=KEYS, run=RUN) is None
 
 
 def test_tokens_cannot_move_between_prompt_and_answer():

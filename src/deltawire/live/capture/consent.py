@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
 from deltawire.errors import InputError
+from deltawire.live.capture.names import normalize_name
 from deltawire.live.capture.pseudonyms import Pseudonyms
 
 CAPTURE_HEADER = "x-deltawire-capture"
+YES = frozenset({"true", "1", "yes", "on"})
 MAX_USERS_BYTES = 64 << 20
 
 
@@ -19,7 +20,9 @@ MAX_USERS_BYTES = 64 << 20
 class ConsentRule:
     """Allows the storing of an answer by any of three rules: the request's header says so
     (``header``), its user is listed (``users``, pseudonyms), or is among a ``share`` of all users,
-    chosen by hash. A request whose header says no is never stored.
+    chosen by hash. A request whose header says anything but yes is never stored: only the words of
+    `YES` are consent. Users are pseudonyms of the oldest generation of the deployment's secret, so
+    that a rotation changes no user's consent.
     """
 
     header: bool = False
@@ -35,9 +38,9 @@ class ConsentRule:
         """Returns whether an answer to ``user`` (a pseudonym, or empty) may be stored; ``header``
         is the value of `CAPTURE_HEADER`."""
         said = header.strip().lower()
-        if said in ("false", "0", "no", "off"):
+        if said and said not in YES:
             return False
-        if self.header and said in ("true", "1", "yes", "on"):
+        if self.header and said:
             return True
         if not user:
             return False
@@ -52,10 +55,13 @@ def read_users(path: str, pseudonyms: Pseudonyms) -> frozenset[str]:
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_USERS_BYTES + 1)
-        lines: Iterable[str] = data.decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise InputError(f"cannot read the users in {path}: {reason}") from error
+    except OSError as error:
+        raise InputError(f"cannot read the users in {path}: {error.strerror or error}") from error
+    if b"\0" in data or data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(
+            f"cannot read the users in {path}: it is not text", hint="save it as UTF-8"
+        )
     if len(data) > MAX_USERS_BYTES:
         raise InputError(f"{path} exceeds {MAX_USERS_BYTES} bytes", hint="use --capture-share")
-    return frozenset(pseudonyms.user(line.strip()) for line in lines if line.strip())
+    names = (normalize_name(line) for line in data.splitlines())
+    return frozenset(pseudonyms.user(name) for name in names if name)

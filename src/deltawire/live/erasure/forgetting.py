@@ -15,24 +15,24 @@ withdraws them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Set
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 import msgspec
 from blake3 import blake3
 
-from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.live.erasure.user_groups import UserGroups
+from deltawire.errors import InputError, RetryError
+from deltawire.live.erasure.stored_rows import require_rows
+from deltawire.live.erasure.user_groups import Place, UserGroups
 from deltawire.live.forgotten import forgotten_users
 from deltawire.live.learning.grouping import group_without_users
 from deltawire.live.learning.records import require_lineages
 from deltawire.store import Bucket
-from deltawire.sync.chain.evidence import listed_twice, require_agreed
+from deltawire.sync.chain.evidence import require_agreed
 from deltawire.wire import keys
 from deltawire.wire.captures import (
-    MAX_SEGMENT_BYTES,
     Capture,
     Feedback,
-    decode_segment,
     encode_row,
     encode_segment,
 )
@@ -55,42 +55,64 @@ class GroupsNeededError(RetryError):
 def forget_user(
     bucket: Bucket, run: Run, user: str, *, learners: Mapping[str, Bucket] | None = None
 ) -> Forgotten:
-    """Deletes everything that a run's bucket holds of the user with this pseudonym.
+    """Deletes what `forget_pseudonyms` deletes, of a user with one pseudonym."""
+    return forget_pseudonyms(bucket, run, [user], learners=learners)
+
+
+def forget_pseudonyms(
+    bucket: Bucket,
+    run: Run,
+    users: Sequence[str],
+    *,
+    learners: Mapping[str, Bucket] | None = None,
+) -> Forgotten:
+    """Deletes everything that a run's bucket holds of a user with these pseudonyms.
 
     ``learners`` are, in a signed run, the buckets that sign as each learner: a group and a lineage
     are valid only by the key of the learner that made them.
 
-    Returns the record, which stays in the bucket. Raises `InputError`, before anything is changed,
-    if the user is in groups of a learner that is missing, `GroupsNeededError`, after everything
-    else was deleted, if a trainer that starts again would need some of the groups,
-    `UnreadableError` if an object cannot be read that may hold the user, and `RetryError` if the
-    store does not answer; the same call then continues.
+    Each pseudonym has a record, which stays in the bucket; returns them as one, under the first
+    pseudonym. Raises `InputError`, before anything is changed, if the user is in groups of a
+    learner that is missing, `GroupsNeededError`, after everything else was deleted, if a trainer
+    that starts again would need some of the groups, `UnreadableError` if an object cannot be read
+    that may hold the user, and `RetryError` if the store does not answer; the same call then
+    continues.
     """
-    key = keys.live_forgotten(user)
-    before = _known(bucket, key)
-    mine = _lineages_of(bucket, user)
+    before = {user: _known(bucket, keys.live_forgotten(user)) for user in users}
+    mine = _lineages_of(bucket, users)
     writers = _writers(bucket, mine, learners)
-    record = before or Forgotten(run=run.id, user=user, at=time.time())
-    if before is None:
-        bucket.put(key, encode_json(record))
+    records = [before[user] or Forgotten(run=run.id, user=user, at=time.time()) for user in users]
+    for record in records:
+        if before[record.user] is None:
+            bucket.put(keys.live_forgotten(record.user), encode_json(record))
+    if None in before.values():
         # A learner that had not seen the record may have stored a group meanwhile.
-        mine = _lineages_of(bucket, user)
+        mine = _lineages_of(bucket, users)
         writers = _writers(bucket, mine, learners)
-    places = {(one.worker, one.sequence) for one in mine}
-    emptied = set(record.groups) - places
-    record = msgspec.structs.replace(record, groups=sorted({*record.groups, *places}))
-    used = UserGroups(bucket, run, record.groups)
+    places = {user: {(one.worker, one.sequence) for one in _of(mine, {user})} for user in users}
+    emptied = {one.user: set(one.groups) - places[one.user] for one in records}
+    records = [
+        msgspec.structs.replace(one, groups=sorted({*one.groups, *places[one.user]}))
+        for one in records
+    ]
+    used = UserGroups(bucket, run, [group for one in records for group in one.groups])
     # Stored before anything is deleted: a run that stops in between forgets no version.
-    record = _name_versions(bucket, record, used, emptied=emptied)
-    answers, feedback = _delete_rows(bucket, user)
-    record = msgspec.structs.replace(
-        record, answers=record.answers + answers, feedback=record.feedback + feedback
-    )
+    records = _name_versions(bucket, records, used, emptied=emptied)
+    deleted = _delete_rows(bucket, users)
+    records = [
+        msgspec.structs.replace(
+            one,
+            answers=one.answers + deleted[Capture][one.user],
+            feedback=one.feedback + deleted[Feedback][one.user],
+        )
+        for one in records
+    ]
     # Versions that were committed meanwhile may have consumed a group that waited.
-    record = _name_versions(bucket, record, used, emptied=emptied)
+    records = _name_versions(bucket, records, used, emptied=emptied)
     needed = used.needed_by_a_trainer()
-    _delete_groups(bucket, user, mine, writers, used, kept=needed)
-    if needed & places:
+    _delete_groups(bucket, set(users), mine, writers, used, kept=needed)
+    record = _as_one(records)
+    if needed & set[Place]().union(*places.values()):
         raise GroupsNeededError(
             "groups of the user stay, because a trainer that starts again computes the steps after "
             "its newest checkpoint from them; everything else is deleted",
@@ -102,26 +124,48 @@ def forget_user(
     return record
 
 
-def _lineages_of(bucket: Bucket, user: str) -> list[Lineage]:
-    return [one for one in require_lineages(bucket) if any(a.user == user for a in one.answers)]
+def _as_one(records: Sequence[Forgotten]) -> Forgotten:
+    return msgspec.structs.replace(
+        records[0],
+        answers=sum(one.answers for one in records),
+        feedback=sum(one.feedback for one in records),
+        groups=sorted({group for one in records for group in one.groups}),
+        versions=sorted({version for one in records for version in one.versions}),
+    )
+
+
+def _lineages_of(bucket: Bucket, users: Collection[str]) -> list[Lineage]:
+    return _of(require_lineages(bucket), users)
+
+
+def _of(lineages: Iterable[Lineage], users: Collection[str]) -> list[Lineage]:
+    return [one for one in lineages if any(a.user in users for a in one.answers)]
 
 
 def _name_versions(
-    bucket: Bucket, record: Forgotten, used: UserGroups, *, emptied: Set[tuple[str, int]]
-) -> Forgotten:
-    """Stores the record with the versions that were trained on its groups so far.
+    bucket: Bucket,
+    records: Iterable[Forgotten],
+    used: UserGroups,
+    *,
+    emptied: Mapping[str, Set[Place]],
+) -> list[Forgotten]:
+    """Stores the records with the versions that were trained on their groups so far.
 
     One that was ``emptied`` before counts only if the version states other bytes than those that
     are stored now: then the trainer had read the group before.
     """
     used.update()
-    versions = set(record.versions)
-    for group, version, stated in used.trained:
-        if group not in emptied or stated != _hash_of(bucket, *group):
-            versions.add(version)
-    record = msgspec.structs.replace(record, versions=sorted(versions))
-    bucket.put(keys.live_forgotten(record.user), encode_json(record))
-    return record
+    found = []
+    for record in records:
+        versions, groups = set(record.versions), set(record.groups)
+        for group, version, stated in used.trained:
+            if group not in groups:
+                continue
+            if group not in emptied[record.user] or stated != _hash_of(bucket, *group):
+                versions.add(version)
+        found.append(msgspec.structs.replace(record, versions=sorted(versions)))
+        bucket.put(keys.live_forgotten(record.user), encode_json(found[-1]))
+    return found
 
 
 def _writers(
@@ -148,7 +192,7 @@ def _known(bucket: Bucket, key: str) -> Forgotten | None:
 
 def _delete_groups(
     bucket: Bucket,
-    user: str,
+    users: Set[str],
     mine: list[Lineage],
     writers: Mapping[str, Bucket],
     used: UserGroups,
@@ -163,12 +207,12 @@ def _delete_groups(
     it is found by the lineage.
     """
     done: _Erased | None = None
-    while (others := _erased_by_others(bucket, user, mine)) != done:
+    while (others := _erased_by_others(bucket, users, mine)) != done:
         for lineage in mine:
             place = (lineage.worker, lineage.sequence)
             if place in kept:
                 continue
-            gone = {user} | others.get(place, set())
+            gone = users | others.get(place, set())
             writer = writers[lineage.worker]
             bucket.delete(keys.reference(*place))
             if place in used.settled:
@@ -182,10 +226,10 @@ def _delete_groups(
 _Erased = dict[tuple[str, int], set[str]]
 
 
-def _erased_by_others(bucket: Bucket, user: str, mine: Iterable[Lineage]) -> _Erased:
+def _erased_by_others(bucket: Bucket, users: Set[str], mine: Iterable[Lineage]) -> _Erased:
     """Returns, by group, its other users whose records of an erasure name it."""
     found: _Erased = {}
-    others = {answer.user for lineage in mine for answer in lineage.answers} - {user}
+    others = {answer.user for lineage in mine for answer in lineage.answers} - users
     for other in others & _forgotten(bucket):
         record = _known(bucket, keys.live_forgotten(other))
         for place in record.groups if record is not None else ():
@@ -209,20 +253,20 @@ def _hash_of(bucket: Bucket, worker: str, sequence: int) -> str:
     return "-" if data is None else blake3(data).hexdigest()[:GROUP_HASH_DIGITS]
 
 
-def _delete_rows(bucket: Bucket, user: str) -> tuple[int, int]:
-    """Deletes the user's rows; returns how many answers and how much feedback that were.
+def _delete_rows(bucket: Bucket, users: Iterable[str]) -> dict[type, Counter[str]]:
+    """Deletes the rows of ``users``; returns how many of each that were, by kind of row.
 
     Another erasure may run at the same time, and the last of two that replace a segment decides
     what it holds. So both delete the rows of all users who were forgotten, until there is no new
     one: whichever wrote last sees the other's record.
     """
-    answers = feedback = 0
+    deleted: dict[type, Counter[str]] = {Capture: Counter(), Feedback: Counter()}
     done = frozenset[str]()
-    while not (users := _forgotten(bucket) | {user}) <= done:
-        answers += _filter(bucket, keys.LIVE_CAPTURES, Capture, users, user)
-        feedback += _filter(bucket, keys.LIVE_FEEDBACK, Feedback, users, user)
-        done = users
-    return answers, feedback
+    while not (gone := _forgotten(bucket).union(users)) <= done:
+        deleted[Capture] += _filter(bucket, keys.LIVE_CAPTURES, Capture, gone)
+        deleted[Feedback] += _filter(bucket, keys.LIVE_FEEDBACK, Feedback, gone)
+        done = gone
+    return deleted
 
 
 def _forgotten(bucket: Bucket) -> frozenset[str]:
@@ -231,31 +275,14 @@ def _forgotten(bucket: Bucket) -> frozenset[str]:
 
 
 def _filter(
-    bucket: Bucket, prefix: str, kind: type[Capture] | type[Feedback], users: Set[str], user: str
-) -> int:
-    """Replaces the segments that hold rows of ``users``; returns how many rows were ``user``'s."""
-    deleted = 0
-    for key in listed_twice(bucket, prefix):
-        gateway, _, _ = key.removeprefix(prefix).partition("/")
-        number = keys.trailing_number(key)
-        if number is None:
-            continue
-        data = require_agreed(bucket, key, limit=MAX_SEGMENT_BYTES)
-        if data is None:
-            continue
-        try:
-            rows = decode_segment(
-                data, kind, gateway=gateway, number=number, run=bucket.url, key=key
-            )
-        except CorruptError as error:
-            raise RetryError(
-                f"a segment cannot be read, so it may hold the user's data: {error.message}",
-                hint="delete the object if it is not the gateway's, then run the command again",
-                run=bucket.url,
-                key=key,
-            ) from error
+    bucket: Bucket, prefix: str, kind: type[Capture] | type[Feedback], users: Set[str]
+) -> Counter[str]:
+    """Replaces the segments that hold rows of ``users``; returns how many rows each had."""
+    deleted = Counter[str]()
+    for key, gateway, number, rows in require_rows(bucket, prefix, kind):
         kept = [row for row in rows if row.user not in users]
         if len(kept) < len(rows):
-            bucket.put(key, encode_segment(gateway, number, [encode_row(row) for row in kept]))
-            deleted += sum(row.user == user for row in rows)
+            data = encode_segment(gateway, number, [encode_row(row) for row in kept])
+            bucket.put(key, data)
+            deleted.update(row.user for row in rows if row.user in users)
     return deleted

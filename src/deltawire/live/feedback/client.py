@@ -9,7 +9,7 @@ The same without Python::
 
     curl -sS https://gateway:8400/v1/feedback -H "Authorization: Bearer $DELTAWIRE_TOKEN" \\
       -H 'Content-Type: application/json' \\
-      -d '{"receipt": "dw1.…", "kind": "accept", "id": "click-17"}'
+      -d '{"receipt": "dw2.…", "kind": "accept", "id": "click-17"}'
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from deltawire.live.feedback.identities import ReportIdentities
 from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackRefusal
 from deltawire.wire.captures import KINDS, Feedback, Source, encode_row
 from deltawire.wire.objects import prepared
-from deltawire.wire.receipts import MAX_RECEIPT_CHARACTERS, Receipt, read_receipt
+from deltawire.wire.receipts import MAX_RECEIPT_CHARACTERS, Receipt, ReceiptKeys, read_receipt
 
 MAX_BODY_BYTES = 1 << 16
 CLOCKS_DIFFER_S = 300.0
@@ -72,7 +72,7 @@ class FeedbackIntake:
 
     Example::
 
-        taken = await intake.take(b'{"receipt": "dw1.…", "kind": "thumbs", "value": "up"}')
+        taken = await intake.take(b'{"receipt": "dw2.…", "kind": "thumbs", "value": "up"}')
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class FeedbackIntake:
         redaction: Redaction,
         *,
         run: str,
-        public_key: str,
+        keys: Callable[[], ReceiptKeys],
     ) -> None:
         self.counts = dict.fromkeys(
             ("stored", "repeated", "conflicting", "unknown", "limited", "invalid", "refused"), 0
@@ -93,12 +93,14 @@ class FeedbackIntake:
         self._limiter = limiter
         self._redaction = redaction
         self._run = run
-        self._public_key = public_key
+        self._keys = keys
         self._under_way: dict[str, asyncio.Future[bool]] = {}
 
-    async def take(self, body: bytes, *, user: str = "", source: Source = "client") -> Taken:
-        """Stores one report and returns the answer to it. ``user`` is the pseudonym of the user
-        that the request names; it must be the receipt's if both have one.
+    async def take(
+        self, body: bytes, *, users: Collection[str] = (), source: Source = "client"
+    ) -> Taken:
+        """Stores one report and returns the answer to it. ``users`` are the pseudonyms of the user
+        that the request names; the receipt's must be one of them if both have one.
 
         Raises `InputError` for a report that cannot be parsed and `UnknownReceiptError` for a
         receipt that is not of this deployment and run. An id belongs to its source and its user:
@@ -109,8 +111,8 @@ class FeedbackIntake:
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             self.counts["invalid"] += 1
             raise InputError(f"the feedback cannot be parsed: {error}"[:300]) from error
-        receipt = read_receipt(report.receipt, public_key=self._public_key, run=self._run)
-        if receipt is None or (user and receipt.user and user != receipt.user):
+        receipt = read_receipt(report.receipt, keys=self._keys(), run=self._run)
+        if receipt is None or (users and receipt.user and receipt.user not in users):
             self.counts["unknown"] += 1
             raise UnknownReceiptError
         if report.note:  # A note that cannot be redacted is left out; the report counts without.

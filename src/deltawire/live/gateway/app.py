@@ -115,7 +115,7 @@ class LiveCalls:
             copies = ShadowCopies(app[REPLICAS], app[SESSION], self._release, key=app[KEY])
             self._copies, self._recorder.shadow = copies, lambda: copies.counts
             router = ArmRouter(app[REPLICAS], copies.follow)
-            self._recorder.assign = router.assignment
+            self._recorder.assign, self._recorder.generation = router.assignment, router.generation
             following = asyncio.create_task(router.follow())
             yield
             following.cancel()
@@ -143,7 +143,7 @@ class LiveCalls:
         )
         self._recorder.continued(served)
         if asked.chat and not session:
-            session = served.conversation
+            session = served.affinity
         body = asked.for_replica(capture=served.capture)
         exchange = _LiveExchange(served, self._recorder)
         try:
@@ -165,9 +165,9 @@ class LiveCalls:
 
     async def _feedback(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, limit=MAX_BODY_BYTES)
-        user = self._recorder.pseudonyms.user(request.headers.get(USER_HEADER, ""))
+        users = self._recorder.users(request.headers.get(USER_HEADER, ""))
         try:
-            return _taken(await self._recorder.intake.take(body, user=user))
+            return _taken(await self._recorder.intake.take(body, users=users))
         except UnknownReceiptError as error:
             return error_answer(404, error)
 

@@ -18,7 +18,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from deltawire.errors import CorruptError
+from deltawire.errors import CorruptError, DeltawireError
 from deltawire.live.capture.consent import ConsentRule
 from deltawire.live.capture.marks import marks_of
-from deltawire.live.capture.pseudonyms import Pseudonyms
+from deltawire.live.capture.names import normalize_name
 from deltawire.live.capture.redaction import Redaction
 from deltawire.live.capture.spool import Spool
 from deltawire.live.capture.uploader import UPLOAD_EVERY_S, SpooledStream, SpoolUploader
+from deltawire.live.deployment_secret import DeploymentSecret
 from deltawire.live.feedback.detectors import DetectorRates
 from deltawire.live.feedback.identities import ReportIdentities
 from deltawire.live.feedback.intake import FeedbackIntake, settler
 from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackLimits
-from deltawire.live.forgotten import forgotten_users
+from deltawire.live.forgotten import forgotten_users, readmitted_users
 from deltawire.live.gateway.conversations import Conversations, LastAnswer
 from deltawire.live.gateway.engine_tokens import AnswerReader, ChoiceTokens
 from deltawire.live.gateway.requests import AskedAnswer
@@ -54,14 +55,12 @@ from deltawire.wire.captures import (
 )
 from deltawire.wire.decisions import Assignment, assign
 from deltawire.wire.objects import encode_json
-from deltawire.wire.receipts import MAX_SPANS, Receipt, hash_tokens, sign_receipt, spans_of
+from deltawire.wire.receipts import MAX_SPANS, Receipt, hash_tokens, seal_receipt, spans_of
 from deltawire.wire.run import Run
-from deltawire.wire.seal import Signer
 
 STORE_WITHIN_S = 2.0
 STATE_EVERY_S = 10.0
 DEFAULT_SPOOL_BYTES = 1 << 30
-MAX_STATE_BYTES = 1 << 20
 MAX_KEPT_CHARACTERS = 4000
 _LOG = logging.getLogger("deltawire.live")
 
@@ -79,7 +78,7 @@ class RecorderOptions:
 @dataclass(frozen=True)
 class ServedRequest:
     """A request that is being answered: its conversation and user as pseudonyms, whether it may be
-    stored, and who the product says it is for."""
+    stored, and who the product says it is for. Requests of one ``affinity`` go to one replica."""
 
     asked: AskedAnswer
     conversation: str
@@ -88,6 +87,7 @@ class ServedRequest:
     assignment: Assignment
     task: str = ""
     cohort: str = ""
+    affinity: str = ""
     began: float = field(default_factory=time.time)
 
 
@@ -95,11 +95,12 @@ class Recorder:
     """The receipts, captures and feedback of one gateway.
 
     ``folder`` is the gateway's state: its name, its spools, the ids of reports. It belongs to one
-    process at a time. ``signer`` signs receipts; pseudonyms follow from ``secret``.
+    process at a time. Pseudonyms and receipts follow from ``secret``, and ``reread`` returns it
+    again when the bucket may name another generation.
 
     Example::
 
-        recorder = Recorder(bucket, run, Path("state"), signer, secret, Redaction(None))
+        recorder = Recorder(bucket, run, Path("state"), secret, Redaction(None))
         recorder.start(asyncio.get_running_loop())
     """
 
@@ -108,25 +109,29 @@ class Recorder:
         bucket: Bucket,
         run: Run,
         folder: Path,
-        signer: Signer,
-        secret: bytes,
+        secret: DeploymentSecret,
         redaction: Redaction,
         options: RecorderOptions | None = None,
+        *,
+        reread: Callable[[], DeploymentSecret] | None = None,
     ) -> None:
         self.options = options or RecorderOptions()
-        self.pseudonyms = Pseudonyms(secret)
+        self.secret = secret
+        self.secret_fault = ""
+        self._reread = reread
         self.counts: Counter[str] = Counter()
         self.rates = DetectorRates()
         self.conversations = Conversations()
         self.forgotten: frozenset[str] = frozenset()
+        self.readmitted: frozenset[str] = frozenset()
+        self.generation: Callable[[], int | None] = lambda: None
         self.assign: Callable[[str, str], Assignment] = serving_only
         self.shadow: Callable[[], ShadowCounts | None] = lambda: None
         self._bucket = bucket
         self._run = run
-        self._signer = signer
         self._redaction = redaction
         self._folder = private_folder(folder)
-        self.name = _name_in(self._folder)
+        self.name = name_in(self._folder)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started = time.time()
         self._state_at = float("-inf")
@@ -140,7 +145,7 @@ class Recorder:
             FeedbackLimiter(self.options.limits),
             redaction,
             run=run.id,
-            public_key=signer.public_key,
+            keys=lambda: self.secret.receipt_keys,
         )
         self.uploader = SpoolUploader(
             bucket,
@@ -168,7 +173,7 @@ class Recorder:
         self._redaction.close()
 
     def state(self) -> GatewayState:
-        """Returns the gateway's key, counters and rates."""
+        """Returns the gateway's secret by its fingerprints, counters and rates."""
         counts: dict[str, float] = {
             **self.counts,
             **{f"feedback_{name}": count for name, count in self.intake.counts.items()},
@@ -182,7 +187,7 @@ class Recorder:
         return GatewayState(
             gateway=self.name,
             run=self._run.id,
-            public_key=self._signer.public_key,
+            generations=sorted(self.secret.held),
             started=self._started,
             at=time.time(),
             counts=counts,
@@ -193,22 +198,42 @@ class Recorder:
     def served(self, asked: AskedAnswer, names: dict[str, str]) -> ServedRequest:
         """Returns what is known of a request before it is answered; ``names`` are ``user``,
         ``conversation``, ``task``, ``cohort`` and ``capture`` as its headers state them."""
-        user = self.pseudonyms.user(names["user"] or asked.user)
-        named = names["conversation"]
-        place = f"named\0{named}" if named else f"opening\0{asked.opening}"
-        conversation = self.pseudonyms.conversation(user, place)
-        if not named and not asked.chat:
+        secret, readmitted = self.secret, self.readmitted
+        name = normalize_name(names["user"]) or normalize_name(asked.user)
+        lives = secret.known(name, readmitted)
+        named = self.generation()
+        number = secret.current_number if named is None or named not in lives else named
+        pseudonyms, user = secret.numbered[number].pseudonyms, lives[number][-1]
+        text = names["conversation"]
+        place = f"named\0{text}" if text else f"opening\0{asked.opening}"
+        conversation = affinity = pseudonyms.conversation(user, place)
+        if not text and not (asked.chat and user):
+            # Users without a name may open alike, and are not one conversation for that.
             conversation = secrets.token_hex(16)
-        capture = self.options.consent.allows(names["capture"], user) and user not in self.forgotten
+        # A canary assigns by the first pseudonym of its generation, or not at all without it.
+        assigned = lives[number][0] if named in (None, number) else ""
         return ServedRequest(
             asked,
             conversation,
             user,
-            capture,
-            self.assign(user, conversation),
+            self._may_store(names["capture"], lives),
+            self.assign(assigned, conversation),
             names["task"][:256],
             names["cohort"][:64],
+            affinity,
         )
+
+    def _may_store(self, header: str, lives: Mapping[int, Sequence[str]]) -> bool:
+        """Returns whether the answer may be stored: a user who was forgotten under a pseudonym of
+        any generation is not."""
+        if any(one[-1] in self.forgotten for one in lives.values()):
+            return False
+        return self.options.consent.allows(header, lives[0][0])
+
+    def users(self, name: str) -> frozenset[str]:
+        """Returns all pseudonyms of the user that a request names."""
+        lives = self.secret.known(normalize_name(name), self.readmitted)
+        return frozenset(user for one in lives.values() for user in one if user)
 
     def continued(self, served: ServedRequest) -> None:
         """Stores the signals that this request gives about the conversation's last answer."""
@@ -252,7 +277,7 @@ class Recorder:
         self.counts["answers"] += 1
         if reader is None or not reader.choices:
             spans = [] if version is None else [(version, 1)]
-            return [self._sign(self._receipt(served, spans, recorded=False))]
+            return [self._seal(self._receipt(served, spans, recorded=False))]
         stated = all(len(c.versions) == len(c.ids) for c in reader.choices.values())
         known = stated or (version is not None and await confirmed())
         choices = [reader.choices[index] for index in sorted(reader.choices)]
@@ -274,7 +299,7 @@ class Recorder:
             AnswerReader(),
             ChoiceTokens(finish=FAILED),
             receipt,
-            self._sign(receipt),
+            self._seal(receipt),
             f"the replica failed: {reason}"[:256],
             0.0,
         )
@@ -307,7 +332,7 @@ class Recorder:
             fault = fault or "redacted"
         tokens = "" if fault else hash_tokens(reader.prompt, choice.ids)
         receipt = self._receipt(served, spans, recorded=not blocked, tokens=tokens)
-        signed = self._sign(receipt)
+        signed = self._seal(receipt)
         stored = False
         if not blocked:
             row = _capture(served, reader, choice, receipt, signed, fault, first_s)
@@ -318,7 +343,7 @@ class Recorder:
         self._count(stored=stored, blocked=blocked, fault=fault)
         if not stored and receipt.recorded:
             receipt = msgspec.structs.replace(receipt, recorded=False)
-            signed = self._sign(receipt)
+            signed = self._seal(receipt)
         self.conversations.remember(
             LastAnswer(
                 receipt,
@@ -371,8 +396,9 @@ class Recorder:
             at=time.time(),
         )
 
-    def _sign(self, receipt: Receipt) -> str:
-        return sign_receipt(receipt, self._signer)
+    def _seal(self, receipt: Receipt) -> str:
+        generation = self.secret.current
+        return seal_receipt(receipt, generation.fingerprint, generation.receipt_key)
 
     def _spool(self, name: str, limit: int) -> Spool:
         return Spool(self._folder / name, limit_bytes=limit, call_back=self._call_back)
@@ -384,15 +410,32 @@ class Recorder:
         return None
 
     def _each_round(self) -> None:
-        """Reads who was forgotten, and writes the state now and then; on the uploader's thread."""
+        """Reads who was forgotten and the secret, and writes the state now and then; on the
+        uploader's thread."""
         now = time.monotonic()
         if now - self._state_at < STATE_EVERY_S:
             return
         self._read_forgotten()
+        self._read_secret()
         self._bucket.put(keys.live_gateway(self.name), encode_json(self.state()))
         self._state_at = now
 
+    def _read_secret(self) -> None:
+        """Takes a generation that a rotation has added or put into use. One that cannot be read
+        leaves the present ones in use."""
+        if self._reread is None:
+            return
+        try:
+            self.secret = self._reread()
+        except DeltawireError as error:
+            if error.message != self.secret_fault:
+                _LOG.error("cannot read the deployment's secret again: %s", error)
+            self.secret_fault = error.message
+        else:
+            self.secret_fault = ""
+
     def _read_forgotten(self) -> frozenset[str]:
+        self.readmitted = readmitted_users(self._bucket)
         found = forgotten_users(self._bucket)
         new = found - self.forgotten
         self.forgotten = found
@@ -448,7 +491,7 @@ def serving_only(user: str, conversation: str) -> Assignment:
     return assign(None, "")
 
 
-def _name_in(folder: Path) -> str:
+def name_in(folder: Path) -> str:
     """Returns the gateway's name in its state folder, a new one if there is none: whoever deletes
     the folder gets another name, so that no number of a segment repeats."""
     path = folder / "name"

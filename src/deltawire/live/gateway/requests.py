@@ -96,7 +96,7 @@ def read_asked(data: bytes, *, chat: bool, defaults: RequestDefaults) -> AskedAn
         logprobs=bool(body.get("logprobs")) if chat else body.get("logprobs") is not None,
         temperature=float(temperature) if isinstance(temperature, int | float) else -1.0,
         truncated=truncated,
-        user=str(body.get("safety_identifier") or body.get("user") or "")[:1024],
+        user=str(body.get("safety_identifier") or body.get("user") or ""),
     )
     if chat:
         _read_messages(asked, body.get("messages"))

@@ -83,6 +83,14 @@ class ArmRouter:
         self.decision, self.fault = newest, ""
         self._on_decision(newest)
 
+    def generation(self) -> int | None:
+        """Returns the generation of the secret by which the canary assigns users; None without a
+        canary."""
+        decision = self.decision
+        if decision is None or decision.candidate is None or not decision.share:
+            return None
+        return decision.generation
+
     def assignment(self, user: str, conversation: str) -> Assignment:
         """Returns the arm of a request."""
         decision = self.decision

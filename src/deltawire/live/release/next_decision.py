@@ -37,7 +37,8 @@ class Situation:
     `next_candidate`, with the digests of their manifests, held-out ``scores``, the ``evidence`` of
     the canary or of the ``shadow`` that is under way, the off-policy ``estimate`` of the undecided
     candidate, the version in which the trainer ``restored`` the one that serves since a rollback,
-    and the time in seconds since 1970."""
+    the ``generation`` of the deployment's secret that is in use, and the time in seconds since
+    1970."""
 
     newest: ServedVersion
     candidate: ServedVersion | None = None
@@ -46,6 +47,7 @@ class Situation:
     evidence: Evidence | None = None
     shadow: ShadowEvidence | None = None
     estimate: Mapping[str, float] = field(default_factory=dict)
+    generation: int = 0
     now: float
 
 
@@ -85,7 +87,7 @@ def decide_next(
 def _next(
     log: DecisionLog, release: ReleaseConfig, situation: Situation, *, by: str
 ) -> Decision | None:
-    make = _Maker(log, situation.now, by)
+    make = _Maker(log, situation.now, by, situation.generation)
     before = log.newest
     if before is None:
         return make.decision(
@@ -117,6 +119,7 @@ class _Maker:
     log: DecisionLog
     now: float
     by: str
+    generation: int = 0
 
     def decision(
         self,
@@ -152,6 +155,7 @@ class _Maker:
             share=before.share,
             copies=before.copies,
             salt=before.salt,
+            generation=before.generation,
             waits_for=waits_for,
             evidence=dict(evidence),
         )
@@ -167,6 +171,7 @@ class _Maker:
             reason=reason,
             share=share,
             salt=before.salt or self.salt(before.candidate),
+            generation=before.generation if before.salt else self.generation,
             evidence=dict(evidence),
         )
 
@@ -181,6 +186,7 @@ class _Maker:
             reason=reason,
             copies=copies,
             salt=self.salt(before.candidate),
+            generation=self.generation,
             evidence=dict(evidence),
         )
 

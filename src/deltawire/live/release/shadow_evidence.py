@@ -20,11 +20,9 @@ from deltawire.live.release.evidence import DifferenceFinding, error_budget
 from deltawire.live.release.sequential_tests import ArmDifference, log_threshold
 from deltawire.store import Bucket
 from deltawire.wire import keys
-from deltawire.wire.captures import GatewayState, ShadowCounts
+from deltawire.wire.captures import MAX_GATEWAY_BYTES, GatewayState, ShadowCounts
 from deltawire.wire.decisions import Decision
 from deltawire.wire.objects import decode_json
-
-MAX_STATE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def read_shadow(bucket: Bucket, decision: Decision) -> list[ShadowCounts]:
     found = []
     for key in bucket.list(keys.LIVE_GATEWAYS):
         try:
-            data = bucket.get(key, limit=MAX_STATE_BYTES)
+            data = bucket.get(key, limit=MAX_GATEWAY_BYTES)
             if data is None:
                 continue
             state = decode_json(data, GatewayState, run=bucket.url, key=key)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from aiohttp.test_utils import TestServer
 from granted_groups import start_with_groups
-from live_gateway import rows_in
+from live_gateway import KEYS, deployment_secret, rows_in
 
 from deltawire.chat.requests import RequestDefaults
 from deltawire.cli.arguments import location_of
@@ -33,7 +33,6 @@ from deltawire.serving.replica_set import ReplicaSet
 from deltawire.serving.vllm import VllmReplica
 from deltawire.sync import newest_version, read_manifest, read_run
 from deltawire.wire.receipts import hash_tokens, read_receipt
-from deltawire.wire.signing import Ed25519Signer
 
 TOKEN, ADMIN, UPSTREAM = "sampling", "admin", "upstream"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -78,11 +77,11 @@ def test_a_captured_answer_has_the_tokens_and_versions_of_the_engine(bucket, tmp
     async def scenario():
         async with replica_on(bucket, hold=True) as (member, session):
             run, _ = open_run(bucket)
-            signer = Ed25519Signer.generate()
             options = RecorderOptions(consent=ConsentRule(share=1.0))
             recorder = Recorder(
-                bucket, run, tmp_path / "state", signer, b"s", Redaction(None), options
-            )
+                bucket, run, tmp_path / "state", deployment_secret(bucket, run), Redaction(None),
+                options,
+            )  # fmt: skip
             members = ReplicaSet(bucket, run, [member])
             app = build_app(members, session, token=TOKEN, admin_token=ADMIN, upstream_key=UPSTREAM)
             LiveCalls(recorder, RequestDefaults()).add_to(app)
@@ -99,9 +98,9 @@ def test_a_captured_answer_has_the_tokens_and_versions_of_the_engine(bucket, tmp
                 events = (await answer.text()).split("\n\n")
             assert await asyncio.to_thread(recorder.uploader.upload)
             await gateway.close()
-        return whole, events, signer, run
+        return whole, events, run
 
-    whole, events, signer, run = asyncio.run(scenario())
+    whole, events, run = asyncio.run(scenario())
     assert "token_ids" not in whole["choices"][0]
     assert "prompt_token_ids" not in whole
     chunks = [json.loads(e.removeprefix("data: ")) for e in events[:-2]]
@@ -111,7 +110,7 @@ def test_a_captured_answer_has_the_tokens_and_versions_of_the_engine(bucket, tmp
     assert len(captures) == 2
     assert not any(row.unusable for row in captures)
     for row, text in zip(sorted(captures, key=lambda row: row.at), receipts, strict=True):
-        receipt = read_receipt(text, public_key=signer.public_key, run=run.id)
+        receipt = read_receipt(text, keys=KEYS, run=run.id)
         assert receipt.recorded
         assert receipt.spans == row.spans == [(0, len(row.token_ids))]
         assert receipt.tokens == hash_tokens(row.prompt_ids, row.token_ids)

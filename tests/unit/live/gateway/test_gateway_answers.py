@@ -7,7 +7,7 @@ import json
 import aiohttp
 import openai
 import pytest
-from live_gateway import ADMIN, PROMPT, SIGNER, TOKEN, WORDS, live_serving, published
+from live_gateway import ADMIN, GENERATION, KEYS, PROMPT, TOKEN, WORDS, live_serving, published
 
 from deltawire.live.feedback.client import RECEIPT_HEADER, receipt_of
 from deltawire.testing.tiny import start_run
@@ -35,7 +35,7 @@ def serve(bucket, tmp_path, monkeypatch):
 
 
 def opened(text, bucket):
-    return read_receipt(text, public_key=SIGNER.public_key, run=start_run(bucket).id)
+    return read_receipt(text, keys=KEYS, run=start_run(bucket).id)
 
 
 def test_a_whole_answer_has_a_receipt_and_is_captured_with_the_engines_tokens(serve, bucket):
@@ -53,7 +53,7 @@ def test_a_whole_answer_has_a_receipt_and_is_captured_with_the_engines_tokens(se
         assert receipt.tokens == hash_tokens(PROMPT, [100, 101, 102])
         assert (receipt.arm, receipt.propensity, receipt.turn) == ("serving", 1.0, 0)
         assert receipt.recorded
-        assert receipt.user == at.recorder.pseudonyms.user("alice") != ""
+        assert receipt.user == GENERATION.pseudonyms.user("alice") != ""
         (row,), _ = await at.uploaded()
         assert row.answer == receipt.answer
         assert row.prompt_ids.tolist() == PROMPT

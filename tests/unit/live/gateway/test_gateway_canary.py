@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from live_gateway import SIGNER, live_serving, published
+from live_gateway import KEYS, live_serving, published
 
 from deltawire.errors import CorruptError
 from deltawire.live.gateway import routing
@@ -73,7 +73,7 @@ async def ask(gateway, user, conversation):
     )  # fmt: skip
     assert status == 200
     text = json.loads(data)["deltawire"]["receipt"]
-    return read_receipt(text, public_key=SIGNER.public_key, run=read_run(gateway.bucket).id)
+    return read_receipt(text, keys=KEYS, run=read_run(gateway.bucket).id)
 
 
 @in_loop

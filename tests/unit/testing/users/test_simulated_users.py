@@ -10,10 +10,7 @@ import pytest
 from deltawire.errors import InputError
 from deltawire.testing.users import ANSWERS, KINDS, STYLES, Population, UserSettings
 from deltawire.testing.users.__main__ import main, settings_of
-from deltawire.testing.users.driver import read_claims
 from deltawire.testing.users.population import request_text, style_of
-from deltawire.wire.receipts import Receipt, sign_receipt
-from deltawire.wire.signing import Ed25519Signer
 
 PRAISE = ANSWERS["praise"]
 
@@ -111,17 +108,6 @@ def test_every_request_and_style_is_a_text_that_is_recognized():
     assert len({request_text(k, n) for k in range(len(KINDS)) for n in range(144)}) == 8 * 144
     assert [style_of(text) for text in ANSWERS.values()] == list(range(len(STYLES)))
     assert style_of("yes sure thing") is None
-
-
-def test_a_receipt_is_read_without_a_key_and_nonsense_is_none():
-    signer = Ed25519Signer.generate()
-    receipt = Receipt(
-        run="a" * 32, answer="b" * 32, conversation="c" * 32, turn=0, user="", arm="serving",
-        propensity=0.25, spans=[(4, 2)], tokens="", recorded=True, at=1.0,
-    )  # fmt: skip
-    assert read_claims(sign_receipt(receipt, signer)) == receipt
-    for bad in ("", "dw1.x", "dw1.!!!.x", "a.b.c"):
-        assert read_claims(bad) is None
 
 
 def test_the_command_refuses_wrong_settings(capsys, monkeypatch):

@@ -5,12 +5,13 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from live_gateway import TOKEN, live_serving, published
+from live_gateway import KEYS, TOKEN, live_serving, published
 
 from deltawire.errors import InputError
 from deltawire.testing.users import driver as driver_module
 from deltawire.testing.users.driver import UserDriver
 from deltawire.testing.users.population import Population, UserSettings
+from deltawire.wire.receipts import read_receipt
 
 QUICK = UserSettings(
     users=20, silence=0.2, duplicates=0.5, accept_delay_s=0.01, reject_delay_s=0.01,
@@ -23,7 +24,11 @@ def drive(tmp_path, monkeypatch, *, mode="tokens", token=TOKEN):
         async with live_serving(published(), tmp_path / "state", monkeypatch) as gateway:
             gateway.fake.mode = mode
             population = Population(QUICK)
-            driver = UserDriver(f"http://127.0.0.1:{gateway.port}", token, population)
+            run = gateway.recorder._run.id
+            driver = UserDriver(
+                f"http://127.0.0.1:{gateway.port}", token, population,
+                claims=lambda text: read_receipt(text, keys=KEYS, run=run),
+            )  # fmt: skip
             # A clock of its own, which a busy machine does not move: some thirty users come.
             ticks = itertools.count()
             clock = SimpleNamespace(monotonic=lambda: 0.001 * next(ticks))
