@@ -140,5 +140,5 @@ class Challenges:
         the object is deleted. Raises `RetryError`.
         """
         if self._secrets.pop(worker, "") and not granted:
-            self._bucket.delete([keys.challenge(worker)])
+            self._bucket.delete(keys.challenge(worker))
         self._seen.pop(worker, None)
