@@ -15,7 +15,6 @@ Importing this module needs ``ray[rllib]``.
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,9 @@ class Publish(RLlibCallback):  # type: ignore[misc]
 
     RLlib makes an instance for the algorithm and for each process that samples; only the
     algorithm's publishes. The commit of a version goes on while RLlib samples the next iteration;
-    `close`, which the end of the process calls, waits for the last one.
+    `close` waits for the last one, and so does the end of the process. While the store is away,
+    training goes on, and the next version supersedes one that could not be committed; with
+    ``max_outage`` for that many seconds.
 
     Raises `InputError` where the algorithm has no such module, or uses RLlib's old API stack.
 
@@ -60,7 +61,13 @@ class Publish(RLlibCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, run: str, *, every: int = 1, module: str | None = None, dtype: str | None = None
+        self,
+        run: str,
+        *,
+        every: int = 1,
+        module: str | None = None,
+        dtype: str | None = None,
+        max_outage: float | None = None,
     ) -> None:
         super().__init__()
         if every < 1:
@@ -70,14 +77,16 @@ class Publish(RLlibCallback):  # type: ignore[misc]
         self.run = run
         self.every = every
         self.module = module
+        self.max_outage = max_outage
         self.dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
         self._publisher: Publisher | None = None
 
     def on_algorithm_init(self, *, algorithm: Algorithm, **others: Any) -> None:
         """Opens the run, and publishes the initial weights of a new one."""
         del others
-        self._publisher = open_publisher(self.run, self._weights(algorithm))
-        atexit.register(self.close)
+        self._publisher = open_publisher(
+            self.run, self._weights(algorithm), max_outage=self.max_outage
+        )
 
     def on_train_result(
         self, *, algorithm: Algorithm, result: Mapping[str, Any], **others: Any
@@ -93,7 +102,6 @@ class Publish(RLlibCallback):  # type: ignore[misc]
         """Waits for the last version's commit, and ends the publisher's threads."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
-            atexit.unregister(self.close)
             publisher.close()
 
     def _weights(self, algorithm: Algorithm) -> dict[str, Tensor]:

@@ -45,7 +45,8 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ``run`` is the run's location, ``directory`` the model's folder, whose configuration and
     tokenizer a new run carries. Floating-point weights are rounded to ``dtype``. ``is_master`` is
     what verl passes to rank 0 of the trainer; ``bucket_size`` is not used. A rollout worker waits
-    at most ``timeout_s`` for a version.
+    at most ``timeout_s`` for a version, also while the store is away; the trainer at most
+    ``max_outage`` for the store, None is no limit.
 
     Example::
 
@@ -60,6 +61,7 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         directory: str | None = None,
         dtype: str = "bfloat16",
         timeout_s: float = 1800.0,
+        max_outage: float | None = None,
         is_master: bool = False,
     ) -> None:
         del bucket_size
@@ -73,6 +75,7 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._directory = directory
         self._dtype = getattr(torch, dtype)
         self._timeout_s = timeout_s
+        self._max_outage = max_outage
         self._publisher: Publisher | None = None
         self._mirror: Mirror | None = None
         self._version = -1
@@ -85,7 +88,7 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             bucket = RetryingBucket.over(open_bucket(self.run, create=True))
             if find_run(bucket) is None or newest_version(bucket) is None:
                 return {"version": 0}
-            self._publisher = continue_publisher(bucket)
+            self._publisher = continue_publisher(bucket, max_outage=self._max_outage)
         self._publisher.flush()
         return {"version": self._publisher.next_version}
 
@@ -144,7 +147,11 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _publish(self, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
         if self._publisher is None:
             self._publisher = open_publisher(
-                self.run, tensors, directory=self._directory, metadata=metadata
+                self.run,
+                tensors,
+                directory=self._directory,
+                metadata=metadata,
+                max_outage=self._max_outage,
             )
         else:
             self._publisher.publish(tensors, metadata=metadata)
@@ -154,6 +161,15 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Returns the run, and the mirror at the version that is being sent; waits for it."""
         deadline = time.monotonic() + self._timeout_s
         bucket: Bucket = RetryingBucket.over(open_bucket(self.run, create=True))
+        while True:
+            try:
+                return self._load_from(bucket, deadline)
+            except RetryError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(bucket.poll_s)
+
+    def _load_from(self, bucket: Bucket, deadline: float) -> tuple[Run, Mirror]:
         while (newest := newest_version(bucket)) is None or newest < self._version:
             if time.monotonic() > deadline:
                 raise RetryError(

@@ -1,5 +1,6 @@
 """slime's hook, called as its source calls it: on every rank, with a directory that is removed."""
 
+import logging
 import shutil
 from types import SimpleNamespace
 
@@ -8,8 +9,9 @@ from checkpoint_dirs import contents, write_directory
 
 import deltawire.slime
 from deltawire.errors import InputError
-from deltawire.store import open_bucket
-from deltawire.sync import load_mirror, read_run
+from deltawire.store import RetryingBucket, RetryPolicy, open_bucket
+from deltawire.sync import load_mirror, newest_version, read_run
+from deltawire.testing.faulty import FaultyBucket
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +49,58 @@ def test_without_a_run_it_says_what_to_set(tmp_path, monkeypatch):
     path = write_directory(tmp_path / "weight_v000001", 1)
     with pytest.raises(InputError, match="DELTAWIRE_RUN is not set"):
         deltawire.slime.publish(None, str(path), None)
+
+
+def newest(url):
+    bucket = open_bucket(url)
+    run = read_run(bucket)
+    mirror = load_mirror(bucket, run, at=newest_version(bucket))
+    return mirror.version, {n: bits.tobytes() for n, bits in mirror.tensors.items()}
+
+
+def test_a_restarted_slime_that_counts_from_1_again_loses_no_update(tmp_path, monkeypatch, caplog):
+    url = str(tmp_path / "run")
+    monkeypatch.setenv("DELTAWIRE_RUN", url)
+    for seed in (1, 2, 3):
+        deltawire.slime.publish(None, write_directory(tmp_path / f"weight_v{seed:06d}", seed), [])
+    deltawire.slime.close()
+    # The checkpoint was of update 1: its weights come again, then others.
+    with caplog.at_level(logging.WARNING):
+        for number, seed in enumerate((1, 8, 9), 1):
+            path = write_directory(tmp_path / f"again/weight_v{number:06d}", seed)
+            done = deltawire.slime.publish(None, path, [])
+            assert (done.version, done.state) == (2 + number, "published")
+            assert newest(url) == (2 + number, contents(seed))
+    assert sum("counts from an earlier number" in one.message for one in caplog.records) == 1
+    assert deltawire.slime.publish(None, path, []).state == "there"
+
+
+def test_training_goes_on_without_the_store(tmp_path, monkeypatch, caplog):
+    url = str(tmp_path / "run")
+    monkeypatch.setenv("DELTAWIRE_RUN", url)
+    buckets = []
+
+    def opened(location, **options):
+        quick = RetryPolicy(retries=0)
+        buckets.append(FaultyBucket(open_bucket(location, **options)))
+        return RetryingBucket(buckets[-1], quick)
+
+    monkeypatch.setattr("deltawire.slime.open_bucket", opened)
+    for number in range(1, 6):
+        path = write_directory(tmp_path / f"weight_v{number:06d}", number)
+        if number == 2:
+            buckets[0].fail(times=None)
+        if number == 4:
+            buckets[0].heal()
+        if number == 5:
+            buckets[0].fail(times=None)
+        with caplog.at_level(logging.WARNING):
+            done = deltawire.slime.publish(None, path, [])
+        shutil.rmtree(path)
+        assert (done is None) == (number in (2, 3, 5))
+    assert newest(url) == (1, contents(4))
+    assert "not committed yet" in caplog.text
+    buckets[0].heal()
+    deltawire.slime.close()
+    assert newest(url) == (2, contents(5))
+    assert not (tmp_path / deltawire.slime.KEPT).exists()

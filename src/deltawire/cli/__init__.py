@@ -11,6 +11,7 @@ COMMANDS = (
     "reference",
     "warm_start",
     "publish",
+    "prune",
     "pull",
     "merge",
     "pack",

@@ -211,8 +211,8 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_retention(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of commands that prune and compact."""
+def add_grace(parser: argparse.ArgumentParser) -> None:
+    """Declares how long pruned objects stay."""
     parser.add_argument(
         "--grace",
         type=seconds,
@@ -220,6 +220,11 @@ def add_retention(parser: argparse.ArgumentParser) -> None:
         metavar="HOURS",
         help="keep pruned objects this long for readers of old versions (default: 24)",
     )
+
+
+def add_retention(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of commands that prune and compact."""
+    add_grace(parser)
     parser.add_argument(
         "--compaction-strides",
         default="4,16,64",

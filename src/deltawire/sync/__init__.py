@@ -1,7 +1,7 @@
 """Publishes and follows weights: the writers and the readers of the chain of versions.
 
-The folders build on each other in this order: ``chain`` (objects and routes), ``follow`` (readers),
-``publish`` (writers and compaction), ``maintain`` (retention, relays, fsck), ``huggingface``
+The folders build on each other in this order: ``chain`` (objects, routes, retention), ``follow``
+(readers), ``publish`` (writers and compaction), ``maintain`` (relays, fsck), ``huggingface``
 (directories).
 """
 
@@ -14,6 +14,7 @@ from deltawire.sync.chain.objects import (
     read_manifest,
     read_run,
 )
+from deltawire.sync.chain.retention import Pruned, prune
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.follow.follower import Follower, Steps
 from deltawire.sync.follow.load import load_mirror
@@ -26,7 +27,6 @@ from deltawire.sync.huggingface.checkpoint_dir import Checkpoint, read_checkpoin
 from deltawire.sync.huggingface.checkpoint_watcher import CheckpointWatcher
 from deltawire.sync.huggingface.publish_dirs import CheckpointPublisher
 from deltawire.sync.maintain.relay import Relay, Relayed
-from deltawire.sync.maintain.retention import Pruned, prune
 from deltawire.sync.publish.commit import CommitStats
 from deltawire.sync.publish.compaction import COMPACTION_STRIDES, Compactor
 from deltawire.sync.publish.later_anchors import AnchorStats

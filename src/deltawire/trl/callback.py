@@ -18,9 +18,10 @@ from transformers import TrainerCallback
 from deltawire.errors import InputError
 from deltawire.export.tensors import unwrapped
 from deltawire.sync.publish.commit import STEP_RECORD
+from deltawire.sync.publish.sources import check_options
 from deltawire.trl.gathered import GatheredWriter
 from deltawire.trl.ranks import RunWriter
-from deltawire.trl.sharded import ShardedWriter
+from deltawire.trl.sharded import ShardedWriter, check_shard_options
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,12 @@ class Publish(TrainerCallback):
     publishes its own rows, and no rank holds a whole tensor. ``options`` go to
     `deltawire.open_publisher`, or with ``sharded`` to `deltawire.sync.ShardPublisher`.
 
+    While the store is away, training goes on: a version that could not be committed is superseded
+    by the next, and the last one is waited for at the end. ``max_outage`` seconds end that with
+    `RetryError`; None is no limit. The figures are in the trainer's log. With ``sharded``, steps
+    are left out until the version that waits is committed. ``retain`` keeps the newest versions and
+    prunes older ones; 0 keeps all.
+
     Training stops with `InputError` if the run holds another model or dtype, and with `FencedError`
     if another process publishes to it.
 
@@ -58,6 +65,8 @@ class Publish(TrainerCallback):
         every: int = 1,
         dtype: str | None = "bfloat16",
         sharded: bool = False,
+        max_outage: float | None = None,
+        retain: int = 0,
         **options: Any,
     ) -> None:
         if not isinstance(url, str):
@@ -67,11 +76,15 @@ class Publish(TrainerCallback):
             )
         if every < 1:
             raise InputError(f"every={every}", hint="publish every 1 or more steps")
+        if retain < 0:
+            raise InputError(f"retain={retain}", hint="keep 0, which is all, or more versions")
+        check = check_shard_options if sharded else check_options
+        check(options)
         self.url = url
         self.every = every
         self._dtype = dtype
         self._sharded = sharded
-        self._options = options
+        self._options = {"max_outage": max_outage, "retain": retain, **options}
         self._writer: RunWriter | None = None
         self._step = -1
         """The step that was published last."""
@@ -96,8 +109,23 @@ class Publish(TrainerCallback):
         """Publishes every ``every`` steps."""
         del args, control
         if state.global_step % self.every == 0 and self._writer is not None:
-            self._writer.publish(unwrapped(kwargs["model"]), {STEP_RECORD: state.global_step})
-            self._step = state.global_step
+            model = unwrapped(kwargs["model"])
+            if self._writer.publish(model, {STEP_RECORD: state.global_step}):
+                self._step = state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Adds the figures of an outage to the trainer's log, if there was one."""
+        del args, control
+        outage = None if self._writer is None else self._writer.outage
+        if outage is None or not (outage.seconds or outage.superseded):
+            return
+        figures = {
+            "deltawire/outage_s": round(outage.seconds, 1),
+            "deltawire/versions_superseded": outage.superseded,
+        }
+        for log in (kwargs.get("logs"), state.log_history[-1] if state.log_history else None):
+            if log is not None:
+                log.update(figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Publishes the last weights unless they are published, and waits until they are

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from deltawire.errors import DeltawireError
+from deltawire.sync.publish.outage import Outage
 
 T = TypeVar("T")
 
@@ -20,10 +21,16 @@ class RunWriter(Protocol):
         """The newest committed version, -1 before the first; known on rank 0."""
         ...
 
-    def publish(self, model: Any, metadata: dict[str, Any], *, unless_held: bool = False) -> None:
+    @property
+    def outage(self) -> Outage | None:
+        """The time without the store and its figures; None on ranks that publish nothing."""
+        ...
+
+    def publish(self, model: Any, metadata: dict[str, Any], *, unless_held: bool = False) -> bool:
         """Publishes the model's weights, which are committed in the background.
 
-        With ``unless_held`` only if the newest version holds other bits.
+        With ``unless_held`` only if the newest version holds other bits. Returns False, on every
+        rank, if the weights were left out because the store is away and an earlier version waits.
         """
         ...
 

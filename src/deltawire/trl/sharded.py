@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import secrets
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,14 @@ from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync import ShardPublisher, newest_readable, newest_version
 from deltawire.sync.chain.objects import another_model, create_run, find_run, read_run
 from deltawire.sync.follow.mirror import Mirror
+from deltawire.sync.publish.announcement import warn_of_uncommitted
+from deltawire.sync.publish.outage import Outage
 from deltawire.sync.publish.sharded import load_ranges
 from deltawire.sync.publish.sources import stored_files
 from deltawire.trl.ranks import on_rank_zero, rank_and_count
 from deltawire.wire.run import Run, chunk_for
+
+_SET_HERE = {"bucket", "run", "mirror", "rank", "ranks", "epoch", "session", "announce"}
 
 
 class ShardedWriter:
@@ -70,6 +76,7 @@ class ShardedWriter:
             ranks=self._ranks,
             epoch=epoch,
             session=session,
+            announce=True,
             **options,
         )
         self.publish(model, metadata, unless_held=True)
@@ -80,16 +87,36 @@ class ShardedWriter:
         """See `RunWriter.version`."""
         return self._publisher.version
 
-    def publish(self, model: Any, metadata: dict[str, Any], *, unless_held: bool = False) -> None:
+    @property
+    def outage(self) -> Outage | None:
+        """See `RunWriter.outage`."""
+        return self._publisher.outage
+
+    def publish(self, model: Any, metadata: dict[str, Any], *, unless_held: bool = False) -> bool:
         """See `RunWriter.publish`."""
         del model  # The source reads it.
         if unless_held and self._publisher.version >= 0:
             self._publisher.flush()
             if self._digest() == self._publisher.digest:
-                return
+                return True
+        elif not self._all_answered():
+            self._publisher.outage.superseded += 1
+            return False
         shards = self._source.shards(self._rank)
         bits = {name: shard.bits for name, shard in shards.items()}
         self._publisher.publish(bits, metadata=metadata)
+        return True
+
+    def _all_answered(self) -> bool:
+        """Returns whether no rank waits for the store, the same on all ranks: some may know that a
+        version is committed while others do not.
+        """
+        answered = self._publisher.wait_while_answered()
+        if self._ranks == 1:
+            return answered
+        found: list[Any] = [None] * self._ranks
+        dist.all_gather_object(found, answered)
+        return all(found)
 
     def close(self) -> None:
         """See `RunWriter.close`."""
@@ -119,6 +146,16 @@ class ShardedWriter:
         }
         starts = {name: shard.start for name, shard in shards.items() if shard.start}
         return Mirror(bits, -1, codec.ZERO, starts)
+
+
+def check_shard_options(options: Mapping[str, Any]) -> None:
+    """Raises `InputError` for an option that `ShardedWriter` does not take."""
+    known = set(inspect.signature(ShardPublisher).parameters) - _SET_HERE | {"name"}
+    if unknown := sorted(options.keys() - known):
+        raise InputError(
+            f"there is no option {unknown[0][:60]!r} with sharded=True",
+            hint=f"there are {', '.join(sorted(known))}",
+        )
 
 
 def _rows_of(model: Any, dtype: str | None) -> CastWeights:
@@ -175,5 +212,6 @@ def _require_run(
 def _start(bucket: Bucket, run: Run) -> tuple[int | None, int, str]:
     """Returns the newest version, the epoch to publish under, and a new session."""
     newest = newest_readable(bucket, run)
+    warn_of_uncommitted(bucket, run, -1 if newest is None else newest.version)
     session = secrets.token_hex(16)
     return (None, 0, session) if newest is None else (newest.version, newest.epoch + 1, session)

@@ -35,7 +35,7 @@ from deltawire.serving.vllm import VllmReplica
 from deltawire.store import RetryingBucket, open_bucket
 from deltawire.sync import find_run, newest_version, open_publisher
 from deltawire.sync.publish.publisher import Publisher
-from deltawire.sync.publish.sources import continue_publisher
+from deltawire.sync.publish.sources import check_options, continue_publisher
 
 ASK_AGAIN_S = 0.5
 """Seconds between two requests to a server that does not answer yet."""
@@ -54,7 +54,8 @@ class Transfer:
     A new run needs ``model``, the name or directory that the trainer gets: version 0 is committed
     by this constructor, since TRL waits for the server before its first transfer, and the server
     for the run. Only rank 0 (by the variable ``RANK``) does anything. ``server_key`` is the
-    servers' ``--api-key``; ``options`` go to `Publisher`.
+    servers' ``--api-key``; ``options`` go to `Publisher`. While the store is away, the trainer
+    waits for the version, at most ``max_outage`` seconds; None is no limit.
 
     TRL gives no step, so versions count transfers. Under a LoRA, TRL itself merges the adapter into
     the base for the transfer and takes it out again, which rounds the base.
@@ -76,6 +77,7 @@ class Transfer:
         dtype: str = "bfloat16",
         server_key: str = "",
         timeout_s: float = 1800.0,
+        max_outage: float | None = None,
         **options: Any,
     ) -> None:
         if dtype not in ("bfloat16", "float16", "float32"):
@@ -87,7 +89,8 @@ class Transfer:
         self._dtype = getattr(torch, dtype)
         self._server_key = server_key
         self._timeout_s = timeout_s
-        self._options = options
+        check_options(options)
+        self._options = {"max_outage": max_outage, **options}
         self._publisher: Publisher | None = None
         self._skeleton: Any = None
         """The model without memory, which knows how its checkpoints name and stack tensors."""

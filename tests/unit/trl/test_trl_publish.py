@@ -6,7 +6,7 @@ import logging
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 pytest.importorskip("trl")
 
@@ -15,8 +15,8 @@ from tiny_trainers import SETTINGS, Recorder, rows, sft, tiny_model, tokenizer
 import deltawire
 from deltawire import codec
 from deltawire.cli.main import main
-from deltawire.errors import InputError
-from deltawire.store import open_bucket
+from deltawire.errors import InputError, RetryError
+from deltawire.store import RetryingBucket, RetryPolicy, open_bucket
 from deltawire.sync import (
     Checkout,
     committed_versions,
@@ -25,6 +25,7 @@ from deltawire.sync import (
     read_run,
 )
 from deltawire.sync.maintain.fsck import check_run
+from deltawire.testing.faulty import FaultyBucket
 from deltawire.trl import Publish
 
 pytestmark = [
@@ -208,3 +209,76 @@ def test_wrappers_that_hide_the_parameters_are_refused():
     compiled, module = torch.nn.Sequential(), torch.nn.Linear(2, 2)
     compiled._orig_mod = module  # As `torch.compile` wraps it.
     assert unwrapped(compiled) is module
+
+
+def test_an_unknown_option_is_refused_before_a_run_is_made(tmp_path):
+    url = str(tmp_path / "run")
+    for options in ({"bogus": 1}, {"bogus": 1, "sharded": True}, {"epoch": 3}, {"directory": "x"}):
+        with pytest.raises(InputError, match="there is no option"):
+            Publish(url, **options)
+    with pytest.raises(InputError, match="retain=-1"):
+        Publish(url, retain=-1)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_the_configuration_states_the_dtype_of_the_weights(tmp_path, dtype):
+    url = str(tmp_path / "run")
+    sft(tmp_path / "out", Publish(url, dtype=dtype), max_steps=1).train()
+    bucket = open_bucket(url)
+    run = read_run(bucket)
+    with Checkout(bucket, run, tmp_path / "pulled") as checkout:
+        checkout.bring_to(1)
+    stated = json.loads((tmp_path / "pulled" / "config.json").read_text())["dtype"]
+    assert stated == (dtype or "float32")
+
+
+class Away(TrainerCallback):
+    """Takes the store away after a step, and brings it back after another, or at the end."""
+
+    def __init__(self, bucket, step, back):
+        self.bucket, self.step, self.back = bucket, step, back
+        self.logs = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.bucket.fail(times=None)
+        if state.global_step == self.back:
+            self.bucket.heal()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(logs)
+
+
+@pytest.mark.parametrize(("step", "back"), [(1, 3), (2, 3), (2, None)])
+def test_training_goes_on_while_the_store_is_away(tmp_path, monkeypatch, step, back):
+    bucket = FaultyBucket(open_bucket(str(tmp_path / "run"), create=True))
+    monkeypatch.setattr(
+        "deltawire.sync.publish.sources.open_bucket",
+        lambda *_, **__: RetryingBucket(bucket, RetryPolicy(retries=0)),
+    )
+    away, recorder = Away(bucket, step, back), Recorder()
+    publish = Publish("unused")
+    if back is None:  # Until the trainer waits for its last version.
+        real = publish._close
+        monkeypatch.setattr(publish, "_close", lambda: (bucket.heal(), real()))
+    trainer = sft(tmp_path / "out", away, publish, recorder, max_steps=4, logging_steps=1)
+    trainer.train()
+    url = str(tmp_path / "run")
+    newest = committed_versions(open_bucket(url))[-1]
+    assert same(url, newest, recorder.at[4])
+    assert steps_of(url)[-1] == 4
+    assert any("deltawire/outage_s" in one for one in trainer.state.log_history)
+
+
+def test_an_outage_beyond_its_limit_ends_the_training(tmp_path, monkeypatch):
+    bucket = FaultyBucket(open_bucket(str(tmp_path / "run"), create=True))
+    monkeypatch.setattr(
+        "deltawire.sync.publish.sources.open_bucket",
+        lambda *_, **__: RetryingBucket(bucket, RetryPolicy(retries=0)),
+    )
+    publish = Publish("unused", max_outage=0.0)
+    with pytest.raises(RetryError):
+        sft(tmp_path / "out", Away(bucket, 1, None), publish, max_steps=4).train()
+    bucket.heal()
+    publish._close()

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from deltawire.errors import DeltawireError, UnreadableError
 from deltawire.store import Bucket
 from deltawire.sync import prune
-from deltawire.sync.maintain.retention import GRACE_S
+from deltawire.sync.chain.retention import GRACE_S
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 

@@ -8,6 +8,7 @@ newest version unless the caller asks for it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from deltawire.errors import CorruptError, FencedError, InputError
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import find_run, read_manifest
+from deltawire.sync.chain.retention import GRACE_S, prune
 from deltawire.sync.huggingface.checkpoint_dir import (
     NO_FILES,
     Checkpoint,
@@ -38,7 +40,6 @@ from deltawire.sync.huggingface.identities import (
     identity_of,
     same_kind,
 )
-from deltawire.sync.maintain.retention import GRACE_S, prune
 from deltawire.sync.publish.commit import CommitStats
 from deltawire.sync.publish.later_anchors import AnchorStats
 from deltawire.sync.publish.publisher import Publisher
@@ -48,6 +49,8 @@ from deltawire.wire.identities import VersionIdentity, files_key
 from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import ModelFile, Run
 from deltawire.wire.seal import Signer
+
+logger = logging.getLogger(__name__)
 
 State = Literal["published", "there", "planned", "older"]
 
@@ -135,6 +138,7 @@ class CheckpointPublisher:
         self._index: IdentityIndex | None = None
         self._planned: dict[int, VersionIdentity] = {}
         """Identities that a dry run without a run would have published."""
+        self._names_went_back = False
         self._at = -1
         """With ``backwards``: the version of the previous directory."""
         if self.run is not None:
@@ -163,11 +167,14 @@ class CheckpointPublisher:
         found = [v for v, known in self._versions.items() if known.digest == digest]
         return max(found, default=None)
 
-    def publish(self, path: Path, *, in_name_order: bool = False) -> DirectoryResult:
+    def publish(
+        self, path: Path, *, in_name_order: bool = False, in_call_order: bool = False
+    ) -> DirectoryResult:
         """Publishes a directory, unless it is a version already; returns when it is committed.
 
         With ``in_name_order`` the directory is skipped as ``older`` if one with a later name was
-        published (see `checkpoint_order`).
+        published (see `checkpoint_order`). With ``in_call_order`` it becomes the newest version,
+        whatever its name, unless it is that already.
 
         Raises `CheckpointDirError` if the directory is incomplete, holds another model than the
         run's, or changes meanwhile; `FencedError` if another publisher has taken the run.
@@ -178,16 +185,20 @@ class CheckpointPublisher:
         digest = self._digest(checkpoint)
         files = checkpoint.model_files()
         self._settle()
-        there = self._match(digest.hex(), files)
+        if in_call_order:
+            there = self._match_newest(digest.hex(), files)
+            self._warn_of_names(path)
+        else:
+            there = self._match(digest.hex(), files)
         if there is not None:
             self._at = there
             return DirectoryResult(path, there, "there", digest.hex(), checkpoint.bytes)
         if in_name_order and not self._backwards and self._comes_before_published(path):
-            return DirectoryResult(path, self._newest, "older", digest.hex(), checkpoint.bytes)
+            return DirectoryResult(path, self.newest, "older", digest.hex(), checkpoint.bytes)
         if self._on_digest is not None:
             self._on_digest(path)
         stats = None if self._dry_run else self._commit(checkpoint, digest, files)
-        self._at = self._newest + 1 if stats is None else stats.version
+        self._at = self.newest + 1 if stats is None else stats.version
         self._add(
             VersionIdentity(
                 self._at, digest.hex(), files_key(files), checkpoint_name(path.resolve())
@@ -223,7 +234,7 @@ class CheckpointPublisher:
             self._index.save()
 
     @property
-    def _newest(self) -> int:
+    def newest(self) -> int:
         """The newest version that can be read, -1 if there is none."""
         return max(self._versions, default=-1)
 
@@ -251,7 +262,23 @@ class CheckpointPublisher:
         same = [v for v, known in self._versions.items() if known.digest == digest]
         if exact or not same:
             return max(exact, default=None) if later is None else later
-        return None if max(same) == self._newest else max(same)
+        return None if max(same) == self.newest else max(same)
+
+    def _match_newest(self, digest: str, files: list[ModelFile]) -> int | None:
+        newest = self._versions.get(self.newest)
+        same = newest is not None and (newest.digest, newest.files) == (digest, files_key(files))
+        return self.newest if same else None
+
+    def _warn_of_names(self, path: Path) -> None:
+        """Logs, once, that names begin again, as those of a trainer that was restarted."""
+        if not self._names_went_back and self._comes_before_published(path):
+            self._names_went_back = True
+            logger.warning(
+                "%s comes before directories that were published: the trainer counts from an "
+                "earlier number again; its directories are published in the order in which they "
+                "come",
+                path.name,
+            )
 
     def _comes_before_published(self, path: Path) -> bool:
         names = [Path(known.name) for known in self._versions.values() if known.name]
@@ -269,7 +296,7 @@ class CheckpointPublisher:
             return
         publisher.settle()
         self._stats.clear()
-        for version in range(self._newest + 1, publisher.version + 1):
+        for version in range(self.newest + 1, publisher.version + 1):
             try:
                 manifest = read_manifest(self.bucket, self.run, version)
             except CorruptError:
@@ -290,7 +317,7 @@ class CheckpointPublisher:
             self._opening = False
         assert self.run is not None
         if not self._stats:
-            if publisher.version != self._newest:
+            if publisher.version != self.newest:
                 raise self._fenced(publisher.version)
             publisher.publish(
                 checkpoint.tensors,

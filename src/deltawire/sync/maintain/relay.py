@@ -55,10 +55,10 @@ from deltawire.sync.chain.objects import (
     read_run,
 )
 from deltawire.sync.chain.payloads import read_blobs, table_blobs
+from deltawire.sync.chain.retention import GRACE_S, Pruned, SealedElsewhere, prune
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.sync.maintain.blob_copies import BlobCopies
 from deltawire.sync.maintain.region_anchors import WITHIN, RegionAnchors, RelayedAnchor
-from deltawire.sync.maintain.retention import GRACE_S, Pruned, SealedElsewhere, prune
 from deltawire.sync.maintain.source_versions import SourceVersions
 from deltawire.sync.publish.compaction import COMPACTION_STRIDES, CompactionThread
 from deltawire.wire import keys

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
 from deltawire.errors import InputError, RetryError
@@ -31,6 +32,7 @@ RANKS_WAIT_S = 60.0
 launchers kill what is left of a job."""
 
 REPORT_AFTER_S = 5.0
+POLL_S = 0.1
 
 
 class CommittedLateError(InputError):
@@ -124,6 +126,16 @@ class CommitThread:
             # An interrupt while waiting leaves it in progress, so it must be remembered.
             if pending.done():
                 self.pending = None
+
+    def wait_while_answered(self) -> bool:
+        """Waits for the version in progress until it is committed or has failed, or its store does
+        not answer. Returns False in the last case.
+        """
+        pending = self.pending
+        while pending is not None and not wait_for([pending], POLL_S).done:
+            if self.outage.seconds:
+                return False
+        return True
 
     def supersede(self) -> bool:
         """Waits as `wait` does, but gives up a version whose store is away, within the tolerated

@@ -30,6 +30,7 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, DeltawireError, FencedError, InputError
 from deltawire.store import Bucket
+from deltawire.sync.chain.retention import GRACE_S
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.publish.anchor_schedule import AnchorSchedule
@@ -48,6 +49,7 @@ from deltawire.sync.publish.later_anchors import AnchorStats, LaterAnchors
 from deltawire.sync.publish.lazy_tensor import LazyTensor
 from deltawire.sync.publish.outage import Outage
 from deltawire.sync.publish.parallel_copy import Copier
+from deltawire.sync.publish.retention_thread import RetentionThread
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec
 from deltawire.wire.seal import Signer
@@ -90,6 +92,9 @@ class Publisher:
     the next `publish` supersedes it. ``outage`` has the figures, and a warning is logged once a
     minute.
 
+    With ``retain``, the newest ``retain`` versions stay readable, and older ones are pruned after
+    each anchor, ``grace_s`` seconds later (see `prune`); 0 keeps all.
+
     Use it as a context, or close it. If the interpreter ends without that, or SIGTERM comes and the
     program does not handle it, the last version is waited for (see `interpreter_exit`). Not for use
     by several threads at once, nor in a forked child.
@@ -121,6 +126,8 @@ class Publisher:
         frozen: Collection[str] = (),
         max_outage: float | None = 0.0,
         announce: bool = False,
+        retain: int = 0,
+        grace_s: float = GRACE_S,
     ) -> None:
         self.outage = Outage(bucket.url, max_outage)
         self._writer = VersionWriter(
@@ -138,7 +145,11 @@ class Publisher:
         self.bucket = self._writer.bucket
         self.run = run
         self._on_commit = on_commit
-        self._anchors = LaterAnchors(self._writer, on_anchor=on_anchor)
+        self._on_anchor = on_anchor
+        self._anchors = LaterAnchors(self._writer, on_anchor=self._after_anchor)
+        self._retention = RetentionThread(
+            self.bucket, run, retain=retain, grace_s=grace_s, signer=signer
+        )
         self._commits = CommitThread(self.bucket.url, "publisher", self.outage)
         self._announcer = Announcer(self.bucket, run, epoch, signer) if announce else None
         self._copier = Copier(threads)
@@ -339,6 +350,7 @@ class Publisher:
             if self._announcer is not None:
                 self._announcer.close()
             self._anchors.close()
+            self._retention.close()
             self._copier.close()
             self.compaction.close()
             self._writer.close()
@@ -464,6 +476,12 @@ class Publisher:
                     superseded=self.outage.superseded,
                 )
             )
+
+    def _after_anchor(self, stats: AnchorStats) -> None:
+        if not stats.error:
+            self._retention.wake(stats.version)
+        if self._on_anchor is not None:
+            self._on_anchor(stats)
 
     def _check_mine(self, found: Manifest, manifest: Manifest) -> None:
         """Raises unless ``found``, read from the bucket, is the manifest that was just created."""

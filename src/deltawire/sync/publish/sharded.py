@@ -37,6 +37,7 @@ from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncErr
 from deltawire.store import Bucket, in_parallel
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import check_signed
+from deltawire.sync.chain.retention import GRACE_S
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.publish.anchor_schedule import AnchorSchedule
@@ -54,6 +55,7 @@ from deltawire.sync.publish.merging import merge_payloads
 from deltawire.sync.publish.offload import offloaded_mirror
 from deltawire.sync.publish.outage import Outage
 from deltawire.sync.publish.parallel_copy import Copier
+from deltawire.sync.publish.retention_thread import RetentionThread
 from deltawire.wire import keys
 from deltawire.wire.coordination import (
     MAX_REASON,
@@ -134,10 +136,10 @@ class ShardPublisher:
     on all ranks and must be new in this run; ``epoch`` is as for `Publisher`. After one failure the
     session is over: every later call raises the same error. On the leader, ``on_commit`` is called
     after each commit, in the publisher's thread, ``on_anchor`` after each anchor, in another, and
-    compacted deltas are made over ``compaction_strides``. ``max_outage`` is as for `Publisher`,
-    but the next `publish` waits for the version: ranks that did not all know whether it is
-    committed could not replace it. At the interpreter's end each rank waits a limited time (see
-    `commit_thread`), without asking the others.
+    compacted deltas are made over ``compaction_strides``, and old versions pruned by ``retain`` and
+    ``grace_s`` as for `Publisher`. So is ``max_outage``, but the next `publish` waits for the
+    version: ranks that did not all know whether it is committed could not replace it. At the
+    interpreter's end each rank waits a limited time (see `commit_thread`), without asking others.
 
     Example::
 
@@ -168,6 +170,8 @@ class ShardPublisher:
         on_anchor: Callable[[AnchorStats], None] | None = None,
         max_outage: float | None = 0.0,
         announce: bool = False,
+        retain: int = 0,
+        grace_s: float = GRACE_S,
     ) -> None:
         if not 0 <= rank < ranks:
             raise InputError(f"rank {rank} of {ranks}", hint="ranks count from 0")
@@ -198,9 +202,13 @@ class ShardPublisher:
             threads=threads,
             blob_bytes=blob_bytes,
         )
+        self._on_anchor = on_anchor
+        self._retention = RetentionThread(
+            self.bucket, run, retain=retain, grace_s=grace_s, signer=signer
+        )
         self._anchors = LaterAnchors(
             self._writer,
-            on_anchor=on_anchor if rank == LEADER else None,
+            on_anchor=self._after_anchor if rank == LEADER else None,
             commit=self._commit_anchor,
             refuse=self._refuse,
         )
@@ -296,6 +304,10 @@ class ShardPublisher:
             self.flush()
         return version
 
+    def wait_while_answered(self) -> bool:
+        """Waits for the version in progress while the store answers; returns whether it is done."""
+        return self._commits.wait_while_answered()
+
     def flush(self) -> None:
         """Waits until the version in progress is committed; raises its error."""
         if self._failure is not None:
@@ -324,6 +336,7 @@ class ShardPublisher:
             if self._announcer is not None:
                 self._announcer.close()
             self._anchors.close()
+            self._retention.close()
             self._cleaner.shutdown()
             self._copier.close()
             self._compaction.close()
@@ -459,6 +472,12 @@ class ShardPublisher:
             self._delete_parts(version, keys.anchor_part)
         else:
             self._await_anchor(version)
+
+    def _after_anchor(self, stats: AnchorStats) -> None:
+        if not stats.error:
+            self._retention.wake(stats.version)
+        if self._on_anchor is not None:
+            self._on_anchor(stats)
 
     def _await_anchor(self, version: int) -> None:
         key = keys.compacted(None, version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 import time
@@ -36,6 +37,9 @@ from deltawire.sync.publish.publisher import Publisher
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec, chunk_for
 from deltawire.wire.seal import Signer
+
+SET_BY_OPENER = {"bucket", "run", "mirror", "epoch", "newest", "signer", "announce"}
+"""The parameters of `Publisher` that are derived here."""
 
 PART_ELEMENTS = 1 << 23
 """Elements of a lazy tensor that are read at a time."""
@@ -108,6 +112,7 @@ def open_publisher(
     """
     if specs is None:
         check_names(tensors)
+    check_options(options)
     if isinstance(bucket, str | os.PathLike):
         bucket = open_bucket(bucket, create=True)
     bucket = RetryingBucket.over(bucket)
@@ -135,6 +140,17 @@ def open_publisher(
     if publisher.version < 0:
         _publish_first(publisher, tensors, metadata)
     return publisher
+
+
+def check_options(options: Mapping[str, Any], *, more: Collection[str] = ()) -> None:
+    """Raises `InputError` for an option that neither `Publisher` nor ``more`` has, before a run is
+    made. Those that its opener sets are refused too."""
+    known = set(inspect.signature(Publisher).parameters) - SET_BY_OPENER | set(more)
+    if unknown := sorted(options.keys() - known):
+        raise InputError(
+            f"there is no option {unknown[0][:60]!r} of a publisher",
+            hint=f"there are {', '.join(sorted(known))}",
+        )
 
 
 def _publish_first(

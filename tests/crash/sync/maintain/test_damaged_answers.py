@@ -10,8 +10,8 @@ from history import snapshot, weights
 from deltawire.errors import DeltawireError, RetryError, UnreadableError
 from deltawire.store import open_bucket
 from deltawire.sync import Relay, find_run, load_mirror, open_publisher, read_manifest, read_run
+from deltawire.sync.chain.retention import prune
 from deltawire.sync.maintain.fsck import check_run
-from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, flip_bit, half
 from deltawire.testing.tiny import TENSORS, same_bits, start_publisher
 from deltawire.wire import keys

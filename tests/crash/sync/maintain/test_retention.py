@@ -16,8 +16,8 @@ from deltawire.errors import (
 from deltawire.store import open_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest
 from deltawire.sync.chain import objects as chain
-from deltawire.sync.maintain import retention
-from deltawire.sync.maintain.retention import prune
+from deltawire.sync.chain import retention
+from deltawire.sync.chain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, no_answer
 from deltawire.testing.tiny import same_bits, start_publisher, start_run, weights
 from deltawire.wire import keys
@@ -362,7 +362,7 @@ def test_junk_that_nothing_needs_does_not_steer_retention(bucket):
 def test_names_of_missing_versions_are_filled_but_no_endless_range(bucket, monkeypatch, most):
     run = start_run(bucket)
     bucket.inner.delete(keys.manifest(2))
-    monkeypatch.setattr("deltawire.sync.maintain.retention.MAX_FILLED", most)
+    monkeypatch.setattr("deltawire.sync.chain.retention.MAX_FILLED", most)
     found = prune(bucket, run, cutoff=4, grace_s=0)
     assert (2 in found.manifests) == (most == 1)
     assert len(found.refused) == 1 - most

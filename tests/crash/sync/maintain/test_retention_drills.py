@@ -20,8 +20,8 @@ from deltawire.sync import (
     read_manifest,
     read_run,
 )
+from deltawire.sync.chain.retention import prune
 from deltawire.sync.maintain.fsck import check_run
-from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import same_bits, start_publisher
 from deltawire.wire import keys

@@ -19,8 +19,8 @@ from deltawire.sync import Compactor, Relay, load_mirror, read_manifest, read_ru
 from deltawire.sync.chain import gc_intents as intents
 from deltawire.sync.chain.objects import read_compacted_delta
 from deltawire.sync.chain.payloads import read_blobs
+from deltawire.sync.chain.retention import prune
 from deltawire.sync.maintain.fsck import check_run
-from deltawire.sync.maintain.retention import prune
 from deltawire.testing.faulty import FaultyBucket, no_answer
 from deltawire.testing.tiny import same_bits, start_publisher
 from deltawire.wire import keys
@@ -247,7 +247,7 @@ def test_an_intent_whose_maker_died_delays_no_longer_than_it_may_delete(
 
     real = intents.store_clock
     monkeypatch.setattr(intents, "store_clock", clock)
-    monkeypatch.setattr("deltawire.sync.maintain.retention.store_clock", clock)
+    monkeypatch.setattr("deltawire.sync.chain.retention.store_clock", clock)
     monkeypatch.setattr(intents, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
     publish(inner, LAST + 1, LAST + 1)
     expected = (intents.INTENT_S + intents.MARGIN_S) / 100 if kind == "named" else 0

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from deltawire.store import open_bucket
 from deltawire.sync import Relay, load_mirror, newest_version, open_publisher, read_manifest
 from deltawire.sync.chain.payloads import read_payload
+from deltawire.sync.chain.retention import prune
 from deltawire.sync.maintain.fsck import check_run
-from deltawire.sync.maintain.retention import prune
 from deltawire.sync.publish.sources import continue_publisher
 from deltawire.testing.reader import Reader
 from deltawire.wire import keys
