@@ -6,7 +6,7 @@ import json
 
 from deltawire.dashboard.wording import byte_size
 from deltawire.store import open_bucket
-from deltawire.sync import newest_readable, prune, require_run
+from deltawire.sync import newest_readable, prune, read_run
 from deltawire.wire.seal import Signer
 
 
@@ -23,7 +23,7 @@ def prune_run(
     ones, as `prune` does. Raises `InputError` if there is no run.
     """
     bucket = open_bucket(location)
-    run = require_run(bucket, public_key=signer.public_key if signer else "")
+    run = read_run(bucket, public_key=signer.public_key if signer else "")
     newest = newest_readable(bucket, run)
     cutoff = -1 if newest is None else newest.version - retain + 1
     found = prune(

@@ -42,8 +42,8 @@ from deltawire.sync import (
 )
 from deltawire.sync.chain import gc_intents as intents
 from deltawire.sync.chain import objects as chain
+from deltawire.sync.chain import retention
 from deltawire.sync.chain.retention import prune
-from deltawire.sync.maintain import retention
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import FaultyBucket, flip_bit, no_answer
 from deltawire.testing.tiny import same_bits

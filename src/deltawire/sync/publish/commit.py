@@ -25,9 +25,9 @@ from deltawire.store import Bucket, ObjectMeta, RetryingBucket, check_create_if_
 from deltawire.sync.chain.objects import (
     check_signer,
     check_size,
+    find_run,
     newest_retention_floor,
     read_manifest,
-    read_run,
 )
 from deltawire.sync.chain.payloads import store_payload, table_blobs
 from deltawire.sync.follow.mirror import Mirror
@@ -417,7 +417,7 @@ class VersionWriter:
         found = self.bucket.head(keys.RUN) or self.bucket.head(keys.RUN)
         if found is not None and found == self._run_object:
             return
-        held = None if found is None else read_run(self.bucket, public_key=self._public_key)
+        held = None if found is None else find_run(self.bucket, public_key=self._public_key)
         if held is None or held.id != self.run.id:
             what = "has disappeared" if held is None else "describes another run"
             raise InputError(
