@@ -9,10 +9,13 @@
 
 The options are those of ``vf-eval``: ``taskset`` is its first argument, ``env`` what it takes as
 ``--env.*`` or in a file, ``select`` which tasks of the taskset are used, as ``--select.*``. At most
-``tasks`` of these are read, and the first ``heldout`` of them are held out. The ids name Python
-packages, each of which this machine must trust (`deltawire.config.machine`). The reward is the sum
-of the trainable agents' rewards. A harness may start any program; it calls the policy at the
-episode's endpoint.
+``tasks`` of these are read, and the first ``heldout`` of them are held out. An agent whose
+``runtime`` is not set runs in a subprocess on this machine, and calls the model through a server on
+loopback: verifiers' own defaults need an account at a hosted service.
+
+The ids name Python packages, each of which this machine must trust
+(`deltawire.config.machine`). The reward is the sum of the trainable agents' rewards. A harness may
+start any program; it calls the policy at the episode's endpoint.
 """
 
 from __future__ import annotations
@@ -166,6 +169,34 @@ def _environment(settings: dict[str, Any]) -> Any:
             hint="pip install 'deltawire[verifiers]'",
         ) from error
     try:
-        return load_environment(resolve_env_config(settings))
+        return load_environment(_on_this_machine(resolve_env_config(settings)))
     except Exception as error:  # The environment's package may raise anything.
         raise InputError(f"verifiers refuses task.options.env: {error}") from error
+
+
+def _on_this_machine(config: Any) -> Any:
+    """Returns a configuration in which agents and interception that the user did not place run
+    on this machine."""
+    from pydantic import BaseModel
+    from verifiers.v1 import AgentConfig, SharedEnvConfig, SubprocessConfig
+    from verifiers.v1.interception import InterceptionServerConfig
+
+    if isinstance(config, dict):
+        members = {name: _on_this_machine(value) for name, value in config.items()}
+        return members if any(config[name] is not one for name, one in members.items()) else config
+    if isinstance(config, list):
+        items = [_on_this_machine(one) for one in config]
+        return items if any(a is not b for a, b in zip(items, config, strict=True)) else config
+    if not isinstance(config, BaseModel):
+        return config
+    changed: dict[str, Any] = {}
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if (placed := _on_this_machine(value)) is not value:
+            changed[name] = placed
+    given = config.model_fields_set
+    if isinstance(config, AgentConfig) and "runtime" not in given:
+        changed["runtime"] = SubprocessConfig()
+    if isinstance(config, SharedEnvConfig) and "interception" not in given:
+        changed["interception"] = InterceptionServerConfig()
+    return config.model_copy(update=changed) if changed else config

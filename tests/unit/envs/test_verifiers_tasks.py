@@ -1,6 +1,7 @@
 """An environment made with verifiers, unchanged, as tasks of a run."""
 
 import asyncio
+import sys
 
 import pytest
 
@@ -8,6 +9,7 @@ from deltawire.chat.text import Text
 from deltawire.config import TaskConfig
 from deltawire.engines.base import Completion
 from deltawire.envs import open_tasks
+from deltawire.envs.verifiers_tasks import _environment
 from deltawire.errors import InputError
 from deltawire.rl.rollout.episode import run_episode
 from deltawire.rl.rollout.episode_types import EpisodeLimits
@@ -15,11 +17,7 @@ from deltawire.rl.rollout.episode_types import EpisodeLimits
 pytest.importorskip("verifiers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-ENV = {
-    "taskset": {"id": "doubling"},
-    "agent": {"harness": {"id": "doubling"}, "runtime": {"type": "subprocess"}},
-    "interception": {"type": "server"},
-}
+ENV = {"taskset": {"id": "doubling"}, "agent": {"harness": {"id": "doubling"}}}
 
 
 class Doubler:
@@ -68,6 +66,41 @@ def test_an_environment_of_verifiers_gives_tasks_and_rewards(monkeypatch, byte_t
         assert episode.trajectory.reward == reward
         assert bytes(episode.prompt) == f"double {number}".encode()
         assert episode.trajectory.turns == 2
+
+
+@pytest.mark.parametrize("where", ["its own code", "a task that it started"])
+def test_a_harness_that_exits_fails_its_episode(monkeypatch, byte_tokenizer, where):
+    monkeypatch.setenv("DELTAWIRE_TRUSTED_MODULES", "doubling")
+    tasks = source()
+
+    async def leave():
+        sys.exit(3)
+
+    async def launch(*_, **__):
+        await (leave() if where == "its own code" else asyncio.create_task(leave()))
+
+    monkeypatch.setattr(sys.modules["doubling"].DoublingHarness, "launch", launch)
+    episode = asyncio.run(
+        run_episode(
+            Doubler("2"),
+            tasks.open(tasks.heldout()[1]),
+            Text(byte_tokenizer),
+            temperature=1.0,
+            limits=EpisodeLimits(16, 8, 2048, step_s=60, episode_s=60),
+        )
+    )
+    assert "SystemExit" in episode.cause
+    assert episode.trajectory.reward == 0.0
+
+
+def test_agents_run_on_this_machine_unless_they_are_placed(monkeypatch):
+    """verifiers' defaults need an account at a hosted service."""
+    monkeypatch.setenv("DELTAWIRE_TRUSTED_MODULES", "doubling")
+    config = _environment(ENV).config
+    assert (config.agent.runtime.type, config.interception.type) == ("subprocess", "server")
+    agent = {**ENV["agent"], "runtime": {"type": "docker", "image": "python:3.12"}}
+    config = _environment({**ENV, "agent": agent, "interception": {"type": "elastic"}}).config
+    assert (config.agent.runtime.type, config.interception.type) == ("docker", "elastic")
 
 
 def test_tasksets_and_selections_are_named_as_for_vf_eval(monkeypatch):

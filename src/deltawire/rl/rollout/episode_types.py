@@ -18,6 +18,7 @@ from deltawire.config.scaffold import NO_SCAFFOLD, turn_limit
 from deltawire.engines.base import EVERYTHING, Truncation
 from deltawire.envs.base import Task
 from deltawire.estimates import BudgetSetting
+from deltawire.rl.rollout.exits import catch_exits
 from deltawire.wire.rollouts import MAX_NAME, MAX_PROBES, MAX_TASK, Group, Reuse, Trajectory
 
 MAX_CAUSE = 400
@@ -164,6 +165,7 @@ async def within(what: str, call: Callable[[], Awaitable[T]], seconds: float) ->
     A call that does not end when it is cancelled is abandoned."""
 
     async def calling() -> T:
+        catch_exits()
         try:
             return await call()
         except SystemExit as error:  # The event loop would let it end the whole worker.

@@ -102,6 +102,11 @@ async def exits(self, *arguments):
     sys.exit(7)
 
 
+async def exits_in_a_task(self, *arguments):
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(exits(self))
+
+
 CAUSES = {
     "reward raises": ({"step": raises}, "step raised KeyError: 'reward'"),
     "reward raises what is no text": ({"step": raises_half_a_character}, "step raised KeyError"),
@@ -127,6 +132,7 @@ CAUSES = {
     "too many probes": ({"probes": gives(dict.fromkeys(map(str, range(99)), 0.0))}, "99 values"),
     "tools raise": ({"tools": property(lambda self: 1 // 0)}, "tools raised ZeroDivisionError"),
     "step exits": ({"step": exits}, "step raised SystemExit"),
+    "a task of the step exits": ({"step": exits_in_a_task}, "step raised ExceptionGroup"),
     "tools exit": ({"tools": property(lambda self: sys.exit(3))}, "tools raised SystemExit: 3"),
     "solved exits": ({"solved": lambda self, reward: sys.exit()}, "solved raised SystemExit"),
     "solved raises": ({"solved": lambda self, reward: 1 // 0}, "solved raised ZeroDivision"),
