@@ -5,6 +5,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import traceback
 import warnings
@@ -94,6 +95,43 @@ def resume(tinker, service):
         "again": loss_of(tinker, again),
         "fresh": loss_of(tinker, fresh),
     }
+
+
+def listed(tinker, service):
+    """What `RestClient` and the command line show; the calls that a bucket cannot answer."""
+    client = create(service)
+    path = client.save_state("listed").result(WAIT_S).path
+    rest = service.create_rest_client()
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result(WAIT_S)
+    session = client.model_id.partition(":")[0]
+    runs = rest.list_training_runs(limit=100).result(WAIT_S)
+    found = {
+        "run": client.model_id in [one.training_run_id for one in runs.training_runs],
+        "total": runs.cursor.total_count == len(runs.training_runs),
+        "checkpoint": path
+        in [one.tinker_path for one in rest.list_user_checkpoints().result(WAIT_S).checkpoints],
+        "session": session in rest.list_sessions().result(WAIT_S).sessions,
+        "models": client.model_id in rest.get_session(session).result(WAIT_S).training_run_ids,
+    }
+    environment = os.environ | {"TINKER_BASE_URL": sys.argv[1], "TINKER_API_KEY": "tml-test"}
+    command = [sys.executable, "-m", "tinker.cli", "run", "list"]
+    shown = subprocess.run(
+        command, env=environment, capture_output=True, check=False, timeout=WAIT_S
+    )
+    found["command"] = shown.stdout.decode() + shown.stderr.decode()
+    gone = f"tinker://{client.model_id}/weights/gone"
+    refusals = {
+        "publish": lambda: rest.publish_checkpoint_from_tinker_path(path),
+        "storage": rest.get_current_checkpoint_storage_usage,
+        "gone": lambda: rest.delete_checkpoint_from_tinker_path(gone),
+    }
+    for name, call in refusals.items():
+        try:
+            call().result(WAIT_S)
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def losses(tinker, service):

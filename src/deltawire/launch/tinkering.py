@@ -17,6 +17,8 @@ from deltawire.store import open_bucket
 
 KEY_VARIABLE = "TINKER_API_KEY"
 """The variable that Tinker's client takes its key from."""
+PACKAGES = {"google": "protobuf", "google.protobuf": "protobuf"}
+"""The packages of modules that have another name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ def serve_tinker(location: str, launch: TinkerLaunch) -> None:
         from aiohttp import web  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"deltawire tinker needs the package {error.name}",
+            f"deltawire tinker needs the package {PACKAGES.get(error.name or '', error.name)}",
             hint="pip install 'deltawire[tinker]'",
         ) from error
     from deltawire.tinker.app import TOKEN_STARTS, check_token

@@ -7,18 +7,20 @@
                  save_weights, save_weights_for_sampler               a future each
     POST /api/v1/create_sampling_session, asample (a future), retrieve_future, get_info,
                  weights_info
-    GET  /api/v1/healthz, get_server_capabilities, samplers/ID, training_runs/MODEL[/checkpoints]
-    DELETE /api/v1/training_runs/MODEL/checkpoints/KIND/NAME
+    GET  /api/v1/healthz, get_server_capabilities, samplers/ID, training_runs, checkpoints,
+                 sessions, sessions/ID, training_runs/MODEL[/checkpoints]
+    DELETE /api/v1/training_runs/MODEL/checkpoints/KIND/NAME; PUT the same/ttl
 
-Every call but ``healthz`` needs the token in ``X-API-Key``. A request that was read is handled to
-its end even if its client disconnects.
+Any other call is refused by its name (`deltawire.tinker.requests.REFUSED_CALLS`). Every call but
+``healthz`` needs the token in ``X-API-Key``. A request that was read is handled to its end even if
+its client disconnects.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -34,14 +36,20 @@ from deltawire.tinker.requests import (
     MAX_CHUNK_DATA,
     decode_body,
 )
+from deltawire.tinker.rest import RestAnswers
 from deltawire.tinker.results import RequestResult
 from deltawire.tinker.server import ExpiredError, TinkerServer
+from deltawire.tinker.state import MissingError
 
 PREFIX = "/api/v1/"
 TOKEN_STARTS = ("tml-", "eyJ")
 """The client refuses other keys before it sends anything."""
 
 _SERVER = web.AppKey("server", TinkerServer)
+
+
+class _Ttl(msgspec.Struct):
+    ttl_seconds: int | None = None
 
 
 class _Retrieve(msgspec.Struct):
@@ -54,7 +62,8 @@ def build_app(server: TinkerServer, *, token: str) -> web.Application:
     token that no client sends."""
     check_token(token)
     app = web.Application(
-        middlewares=[answer_errors, _authorized(token)], client_max_size=MAX_BODY_BYTES
+        middlewares=[answer_errors, _authorized(token), _answer_missing],
+        client_max_size=MAX_BODY_BYTES,
     )
     app[_SERVER] = server
     post, get = app.router.add_post, app.router.add_get
@@ -73,10 +82,15 @@ def build_app(server: TinkerServer, *, token: str) -> web.Application:
     post(f"{PREFIX}get_info", _info)
     post(f"{PREFIX}weights_info", _weights_info)
     get(f"{PREFIX}samplers/{{sampler}}", _sampler)
-    run = f"{PREFIX}training_runs/{{model}}"
-    get(run, _training_run)
-    get(f"{run}/checkpoints", _checkpoints)
-    app.router.add_delete(f"{run}/checkpoints/{{kind}}/{{name}}", _delete_checkpoint)
+    get(f"{PREFIX}training_runs", _listed(RestAnswers.training_runs))
+    get(f"{PREFIX}checkpoints", _listed(RestAnswers.user_checkpoints))
+    get(f"{PREFIX}sessions", _listed(RestAnswers.sessions))
+    get(f"{PREFIX}sessions/{{name}}", _described(RestAnswers.session))
+    get(f"{PREFIX}training_runs/{{name}}", _described(RestAnswers.training_run))
+    get(f"{PREFIX}training_runs/{{name}}/checkpoints", _described(RestAnswers.checkpoints))
+    saved = f"{PREFIX}training_runs/{{model}}/checkpoints/{{kind}}/{{checkpoint}}"
+    app.router.add_delete(saved, _delete_checkpoint)
+    app.router.add_put(f"{saved}/ttl", _set_ttl)
     app.router.add_route("*", f"{PREFIX}{{call:.+}}", _refuse)
 
     async def life(_: web.Application) -> Any:
@@ -119,6 +133,15 @@ def _authorized(token: str) -> Any:
         return await handler(request)
 
     return check
+
+
+@web.middleware
+async def _answer_missing(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers what is missing with the status for which the SDK has an error of its kind."""
+    try:
+        return await handler(request)
+    except MissingError as error:
+        return error_answer(404, error)
 
 
 def _constant(value: Any) -> Handler:
@@ -212,25 +235,40 @@ async def _info(request: web.Request) -> web.StreamResponse:
 
 async def _weights_info(request: web.Request) -> web.StreamResponse:
     asked = decode_body(await read_body(request), dict[str, Any])
-    return json_answer(await request.app[_SERVER].weights_info(str(asked.get("tinker_path"))))
+    return json_answer(await request.app[_SERVER].rest.weights_info(str(asked.get("tinker_path"))))
 
 
 async def _sampler(request: web.Request) -> web.StreamResponse:
     return json_answer(await request.app[_SERVER].sampler(request.match_info["sampler"]))
 
 
-async def _training_run(request: web.Request) -> web.StreamResponse:
-    return json_answer(await request.app[_SERVER].training_run(request.match_info["model"]))
+def _listed(answer: Callable[[RestAnswers, Mapping[str, str]], Awaitable[Any]]) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return json_answer(await answer(request.app[_SERVER].rest, request.query))
+
+    return handler
 
 
-async def _checkpoints(request: web.Request) -> web.StreamResponse:
-    return json_answer(await request.app[_SERVER].checkpoints(request.match_info["model"]))
+def _described(answer: Callable[[RestAnswers, str], Awaitable[Any]]) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return json_answer(await answer(request.app[_SERVER].rest, request.match_info["name"]))
+
+    return handler
+
+
+async def _set_ttl(request: web.Request) -> web.StreamResponse:
+    part, asked = request.match_info, decode_body(await read_body(request), _Ttl)
+    renewed = request.app[_SERVER].rest.set_ttl(
+        part["model"], part["kind"], part["checkpoint"], asked.ttl_seconds
+    )
+    await _to_its_end(renewed)
+    return web.Response(status=204)
 
 
 async def _delete_checkpoint(request: web.Request) -> web.StreamResponse:
     part = request.match_info
     await _to_its_end(
-        request.app[_SERVER].delete_checkpoint(part["model"], part["kind"], part["name"])
+        request.app[_SERVER].rest.delete_checkpoint(part["model"], part["kind"], part["checkpoint"])
     )
     return web.Response(status=204)
 

@@ -238,6 +238,7 @@ REFUSED_CALLS = {
     "join_sampling_session": "create a sampling session for each process",
     "copy_weights": "a checkpoint stays in its bucket: load it by its tinker:// path",
     "publish": "everyone who has the server's key can read every checkpoint",
+    "search": "list_sessions lists the sessions",
     "project": "there are no projects here: a server has one bucket and one key",
     "trace_export": "see the server's log and deltawire watch",
     "usage": "there is no billing here; deltawire status shows what a run stores",
@@ -320,9 +321,7 @@ def check(request: Any) -> None:
         if request.adam_params is None:
             raise InputError("optim_step has no adam_params")
     if isinstance(request, SaveTrainingState | SaveForSampler):
-        ttl = request.ttl_seconds
-        if ttl is not None and not TTL_S[0] <= ttl <= TTL_S[1]:
-            raise InputError(f"ttl_seconds is {ttl}", hint="give 3600 (an hour) to ten years")
+        check_ttl(request.ttl_seconds)
         if "/" in request.path or not request.path.isprintable():
             raise InputError(f"{request.path[:80]!r} cannot name a checkpoint", hint="leave / out")
     if isinstance(request, SaveTrainingState) and not request.path:
@@ -334,6 +333,12 @@ def check(request: Any) -> None:
             )
         if request.path and request.kind != "snapshot":
             raise InputError("named sampler weights are a snapshot", hint="leave the path out")
+
+
+def check_ttl(seconds: int | None) -> None:
+    """Raises `InputError` unless a checkpoint may end after so many seconds."""
+    if seconds is not None and not TTL_S[0] <= seconds <= TTL_S[1]:
+        raise InputError(f"ttl_seconds is {seconds}", hint="give 3600 (an hour) to ten years")
 
 
 def _unknown_optimizer(name: str) -> InputError:

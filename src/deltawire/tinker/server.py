@@ -12,7 +12,6 @@ import secrets
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from deltawire.store import Bucket
 from deltawire.sync import find_run, newest_version
 from deltawire.tinker import requests
 from deltawire.tinker.model_runs import ModelOptions, lora_targets, start_run
-from deltawire.tinker.models import HostedModel, release_unused
+from deltawire.tinker.models import HostedModel
 from deltawire.tinker.requests import (
     CreateModel,
     CreateSampler,
@@ -34,12 +33,13 @@ from deltawire.tinker.requests import (
     SampleRequest,
     read_json,
 )
+from deltawire.tinker.rest import RestAnswers
 from deltawire.tinker.results import RequestResult
 from deltawire.tinker.samplers import SamplerOptions, Samplers
 from deltawire.tinker.state import (
+    MissingError,
     ModelRecord,
     SamplerRecord,
-    SaveRecord,
     ServerRecord,
     ServerState,
     SessionRecord,
@@ -100,10 +100,15 @@ class TinkerServer:
         self.options = options
         self.state = ServerState(bucket)
         self.samplers = Samplers(self.state, options.sampling)
+        self.rest = RestAnswers(self.state, last_used=self._last_used)
         self._bucket = bucket
         self._models: OrderedDict[str, HostedModel] = OrderedDict()
         self._opening = asyncio.Lock()
         self._sessions: set[str] = set()
+
+    def _last_used(self, model: str) -> float | None:
+        hosted = self._models.get(model)
+        return None if hosted is None else time.time() - (time.monotonic() - hosted.used_at)
 
     @property
     def names(self) -> list[str]:
@@ -299,7 +304,7 @@ class TinkerServer:
             if hosted is None:
                 record = await asyncio.to_thread(self.state.model, model)
                 if record is None:
-                    raise InputError(f"there is no model {model[:100]!r}", hint="create it first")
+                    raise MissingError(f"there is no model {model[:100]!r}", hint="create it first")
                 await self._make_room()
                 hosted = HostedModel(self.state, record, self.options.of_models)
                 await hosted.open()
@@ -362,7 +367,7 @@ class TinkerServer:
     async def _sampler(self, sampler: str) -> SamplerRecord:
         record = await asyncio.to_thread(self.state.sampler, *sampler_of(sampler))
         if record is None:
-            raise InputError(f"there is no sampling session {sampler[:100]!r}")
+            raise MissingError(f"there is no sampling session {sampler[:100]!r}")
         return record
 
     async def sample(self, body: bytes) -> dict[str, Any]:
@@ -416,82 +421,8 @@ class TinkerServer:
     def _record(self, model: str) -> ModelRecord:
         record = self.state.model(model)
         if record is None:
-            raise InputError(f"there is no model {model[:100]!r}", hint="create it first")
+            raise MissingError(f"there is no model {model[:100]!r}", hint="create it first")
         return record
-
-    async def training_run(self, model: str) -> dict[str, Any]:
-        """Describes a model as the REST client asks for it."""
-        record = await asyncio.to_thread(self._record, model)
-        saves = await asyncio.to_thread(self._live_saves, model)
-        hosted = self._models.get(model)
-        since = time.monotonic() - hosted.used_at if hosted else 0.0
-        last = {kind: [one for one in saves if one.kind == kind] for kind in _CHECKPOINT_TYPES}
-        return {
-            "training_run_id": model,
-            "base_model": record.base_model,
-            "model_owner": "deltawire",
-            "is_lora": record.lora is not None,
-            "lora_rank": record.lora.rank if record.lora else None,
-            "last_request_time": _time(time.time() - since),
-            "last_checkpoint": _described(last["weights"][-1:]),
-            "last_sampler_checkpoint": _described(last["sampler_weights"][-1:]),
-            "user_metadata": record.metadata,
-        }
-
-    async def weights_info(self, path: str) -> dict[str, Any]:
-        """Describes what a checkpoint was trained from."""
-        saved = await asyncio.to_thread(self.state.checkpoint, path, now=time.time())
-        record = await asyncio.to_thread(self._record, saved.model)
-        lora = record.lora
-        return {
-            "base_model": record.base_model,
-            "is_lora": lora is not None,
-            "lora_rank": lora.rank if lora else None,
-            "train_unembed": lora.train_unembed if lora else None,
-            "train_mlp": lora.train_mlp if lora else None,
-            "train_attn": lora.train_attn if lora else None,
-        }
-
-    async def checkpoints(self, model: str) -> dict[str, Any]:
-        """Lists a model's checkpoints."""
-        await asyncio.to_thread(self._record, model)
-        saves = await asyncio.to_thread(self._live_saves, model)
-        return {"checkpoints": [_described([one]) for one in saves]}
-
-    async def delete_checkpoint(self, model: str, kind: str, name: str) -> None:
-        """Deletes a named checkpoint; the versions stay."""
-        path = f"tinker://{model}/{kind}/{name}"
-        record = await asyncio.to_thread(self._record, model)
-        saved = await asyncio.to_thread(self.state.checkpoint, path, now=time.time())
-        await asyncio.to_thread(self.state.delete_save, saved)
-        await asyncio.to_thread(release_unused, self.state, record, saved)
-
-    def _live_saves(self, model: str) -> list[SaveRecord]:
-        now = time.time()
-        return [
-            one for one in self.state.saves(model) if one.expires_at is None or one.expires_at > now
-        ]
-
-
-_CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler"}
-
-
-def _described(saves: list[SaveRecord]) -> dict[str, Any] | None:
-    if not saves:
-        return None
-    one = saves[0]
-    return {
-        "checkpoint_id": f"{one.kind}/{one.name}",
-        "checkpoint_type": _CHECKPOINT_TYPES[one.kind],
-        "time": _time(one.created_at),
-        "tinker_path": one.path,
-        "user_metadata": one.metadata,
-        "expires_at": None if one.expires_at is None else _time(one.expires_at),
-    }
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def fingerprint(directory: Path) -> str:

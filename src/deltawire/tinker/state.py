@@ -18,6 +18,7 @@ the model are repeated from here.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -37,6 +38,10 @@ _SAMPLER = re.compile(r"([0-9a-f]{32}):sample:([0-9]{1,9})\Z")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)\Z")
 R = TypeVar("R", bound=msgspec.Struct)
 SaveKind = Literal["weights", "sampler_weights"]
+
+
+class MissingError(InputError):
+    """A request names a model, a session or a checkpoint that there is not."""
 
 
 class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,10 +111,10 @@ class StoredRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_name(model: str) -> str:
-    """Returns the name of a model in keys; raises `InputError` for what is no model's id."""
+    """Returns the name of a model in keys; raises `MissingError` for what is no model's id."""
     found = _MODEL.match(model)
     if found is None:
-        raise InputError(f"there is no model {model[:100]!r}", hint="create it first")
+        raise MissingError(f"there is no model {model[:100]!r}", hint="create it first")
     return f"{found[1]}-train-{int(found[2])}"
 
 
@@ -122,7 +127,7 @@ def sampler_of(sampler: str) -> tuple[str, int]:
     """Returns session and number of a sampling session; raises `InputError`."""
     found = _SAMPLER.match(sampler)
     if found is None:
-        raise InputError(f"there is no sampling session {sampler[:100]!r}")
+        raise MissingError(f"there is no sampling session {sampler[:100]!r}")
     return found[1], int(found[2])
 
 
@@ -154,13 +159,28 @@ class ServerState:
         self.bucket.put(keys.tinker_session(session), encode_json(record))
 
     def session(self, session: str) -> SessionRecord:
-        """Returns a session; raises `InputError` if there is none."""
+        """Returns a session; raises `MissingError` if there is none."""
         found = None
         if keys.valid_name(session):
             found = self._read(keys.tinker_session(session), SessionRecord)
         if found is None:
-            raise InputError(f"there is no session {session[:100]!r}", hint="create one")
+            raise MissingError(f"there is no session {session[:100]!r}", hint="create one")
         return found
+
+    def sessions(self) -> dict[str, SessionRecord]:
+        """Returns all sessions, newest first."""
+        prefix = keys.tinker_sessions()
+        listed = self.bucket.list(prefix)
+        names = [key.removeprefix(prefix).removesuffix(".json") for key in listed]
+        found = {name: self._read(keys.tinker_session(name), SessionRecord) for name in names}
+        there = [(name, record) for name, record in found.items() if record is not None]
+        return dict(sorted(there, key=lambda one: -one[1].created_at))
+
+    def sampler_ids(self, session: str) -> list[str]:
+        """Returns the ids of a session's sampling sessions."""
+        listed = self.bucket.list(keys.tinker_samplers(session))
+        numbers = (keys.trailing_number(key) for key in listed)
+        return [f"{session}:sample:{number}" for number in numbers if number is not None]
 
     def put_model(self, record: ModelRecord) -> None:
         """Stores the description of a model."""
@@ -170,13 +190,18 @@ class ServerState:
         """Returns the description of a model, None if there is none."""
         return self._read(keys.tinker_model(model_name(model)), ModelRecord)
 
+    def models(self, session: str = "") -> Iterator[ModelRecord]:
+        """Yields the descriptions of all models, or of a session's."""
+        for name in self.bucket.list_prefixes(keys.tinker_models()):
+            if session and not name.startswith(f"{session}-train-"):
+                continue
+            record = self._read(keys.tinker_model(name), ModelRecord)
+            if record is not None:
+                yield record
+
     def root_is_taken(self) -> bool:
         """Returns whether a model's run lies in the bucket itself."""
-        for name in self.bucket.list_prefixes(keys.tinker_models()):
-            record = self._read(keys.tinker_model(name), ModelRecord)
-            if record is not None and not record.folder:
-                return True
-        return False
+        return any(not record.folder for record in self.models())
 
     def put_request(self, model: str, number: int, kind: str, body: bytes) -> None:
         """Stores a request; it counts as accepted from here on."""
@@ -240,14 +265,14 @@ class ServerState:
         self.bucket.delete(_save_key(record.model, record.kind, record.name))
 
     def checkpoint(self, path: str, *, now: float) -> SaveRecord:
-        """Returns the checkpoint of a ``tinker://`` path; raises `InputError` if there is none."""
+        """Returns the checkpoint of a ``tinker://`` path; raises `MissingError` without one."""
         found = _PATH.match(path)
         record = None
         if found is not None and _MODEL.match(found[1]):
             kind: SaveKind = "weights" if found[2] == "weights" else "sampler_weights"
             record = self.save(found[1], kind, found[3])
         if record is None or (record.expires_at is not None and record.expires_at <= now):
-            raise InputError(
+            raise MissingError(
                 f"there is no checkpoint {path[:300]!r}" + (", it expired" if record else ""),
                 hint="save_state and save_weights_for_sampler return the paths that exist",
                 run=self.url,

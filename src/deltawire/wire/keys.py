@@ -265,14 +265,24 @@ def archive(number: int) -> str:
     return f"{ARCHIVE}{_number(number)}"
 
 
+def tinker_sessions() -> str:
+    """Returns the prefix of the sessions of Tinker's SDK."""
+    return f"{TINKER}sessions/"
+
+
 def tinker_session(session: str) -> str:
     """Returns the key of a session of Tinker's SDK."""
-    return f"{TINKER}sessions/{_checked(session)}.json"
+    return f"{tinker_sessions()}{_checked(session)}.json"
+
+
+def tinker_samplers(session: str) -> str:
+    """Returns the prefix of a session's sampling sessions."""
+    return f"{TINKER}samplers/{_checked(session)}/"
 
 
 def tinker_sampler(session: str, number: int) -> str:
     """Returns the key of a session's ``number``-th sampling session."""
-    return f"{TINKER}samplers/{_checked(session)}/{_number(number)}.json"
+    return f"{tinker_samplers(session)}{_number(number)}.json"
 
 
 def tinker_models() -> str:

@@ -15,7 +15,7 @@ from deltawire.sync.maintain.fsck import check_run
 
 pytest.importorskip("tinker")
 
-SCENARIOS = ("loop", "resume", "losses", "custom", "refused")
+SCENARIOS = ("loop", "resume", "listed", "losses", "custom", "refused")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,17 @@ def test_a_state_continues_to_the_same_bits(seen):
     assert found["fresh"] != found["ahead"]  # Its optimizer started again.
 
 
+def test_the_rest_client_and_the_command_line_list_what_there_is(seen):
+    found = facts_of(seen, "listed")
+    assert all(found[name] for name in ("run", "total", "checkpoint", "session", "models")), found
+    assert "training run" in found["command"], found["command"]
+    assert "NotFoundError" in found["publish"]
+    assert "everyone who has the server's key" in found["publish"]
+    assert "no billing here" in found["storage"]
+    assert "NotFoundError" in found["gone"]
+    assert "there is no checkpoint" in found["gone"]
+
+
 def test_every_loss_is_there(seen):
     found = facts_of(seen, "losses")
     assert list(found) == ["importance_sampling", "ppo", "cispo", "dro", "gspo"]
@@ -113,7 +124,7 @@ def test_a_refusal_leaves_the_model_usable(seen):
 def test_every_run_is_whole(seen):
     bucket = Path(seen["bucket"])
     runs = [bucket, *(bucket / "models").iterdir()]
-    assert len(runs) == 7
+    assert len(runs) == 8
     for run in runs:
         found = check_run(open_bucket(str(run)))
         assert found.whole, found.faults

@@ -61,6 +61,12 @@ def test_adapters_without_their_package(fail, model, monkeypatch, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+def test_a_missing_package_is_named(fail, model, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "google", None)
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    assert "needs the package protobuf" in fail(tmp_path / "b", "--model", model)
+
+
 def test_the_schema_is_the_sdks():
     pytest.importorskip("tinker")
     from google.protobuf import descriptor_pb2

@@ -12,9 +12,10 @@ from tinker_serving import make_model
 from deltawire.errors import InputError
 from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, newest_version, read_run
-from deltawire.tinker import models, server
+from deltawire.tinker import models, rest
 from deltawire.tinker.samplers import SamplerOptions
 from deltawire.tinker.server import ExpiredError, TinkerOptions, TinkerServer
+from deltawire.tinker.state import MissingError
 
 SAMPLING = SamplerOptions(context=64, slots=4, engines=1)
 
@@ -170,16 +171,16 @@ def test_a_checkpoint_ends_with_its_ttl(tmp_path, model, monkeypatch):
             await found.submit("optim_step", ask.optim_step(name, number + 1))
         future = await found.submit("save_weights", ask.save(name, 5, "short", ttl_seconds=3600))
         path = json.loads((await ask.result_of(found, future)).body)["path"]
-        assert (await found.weights_info(path))["base_model"] == "org/tiny"
-        listed = (await found.checkpoints(name))["checkpoints"]
+        assert (await found.rest.weights_info(path))["base_model"] == "org/tiny"
+        listed = (await found.rest.checkpoints(name))["checkpoints"]
         assert [one["tinker_path"] for one in listed] == [path]
         later = types.SimpleNamespace(time=lambda: real() + 3601, monotonic=models.time.monotonic)
         real = models.time.time
-        monkeypatch.setattr(server, "time", later)
+        monkeypatch.setattr(rest, "time", later)
         monkeypatch.setattr(models, "time", later)
         with pytest.raises(InputError, match="expired"):
-            await found.weights_info(path)
-        assert (await found.checkpoints(name))["checkpoints"] == []
+            await found.rest.weights_info(path)
+        assert (await found.rest.checkpoints(name))["checkpoints"] == []
         future = await found.submit("save_weights", ask.save(name, 6, "later"))
         await ask.result_of(found, future)  # A save removes what has expired.
         assert len(found.state.saves(name)) == 1
@@ -187,6 +188,47 @@ def test_a_checkpoint_ends_with_its_ttl(tmp_path, model, monkeypatch):
         assert b"ttl_seconds is 5" in (await ask.result_of(found, too_short)).body
 
     serve(tmp_path / "b", model, run)
+
+
+def test_runs_checkpoints_and_sessions_are_listed_from_the_bucket(tmp_path, model):
+    async def run(found, session):
+        first = await created(found, session)
+        second = await created(found, session, 1)
+        for name, saves in ((first, ("a", "b")), (second, ("c",))):
+            for number, save in enumerate(saves, 1):
+                future = await found.submit("save_weights", ask.save(name, number, save))
+                assert (await ask.result_of(found, future)).kind == "json"
+        body = {"session_id": session, "sampling_session_seq_id": 4, "base_model": "org/tiny"}
+        await found.create_sampler(json.dumps(body).encode())
+        await found.rest.set_ttl(first, "weights", "b", 7200)
+        with pytest.raises(InputError, match="ttl_seconds is 5"):
+            await found.rest.set_ttl(first, "weights", "b", 5)
+        with pytest.raises(MissingError, match="no checkpoint"):
+            await found.rest.set_ttl(first, "weights", "z", None)
+        return session, first, second
+
+    async def again(found, _):
+        listed = await found.rest.training_runs({"limit": "1", "offset": "0"})
+        assert [one["training_run_id"] for one in listed["training_runs"]] == [second]
+        assert listed["cursor"] == {"offset": 0, "limit": 1, "total_count": 2}
+        older = (await found.rest.training_runs({"limit": "9", "offset": "1"}))["training_runs"]
+        assert [one["training_run_id"] for one in older] == [first]
+        assert older[0]["last_checkpoint"]["checkpoint_id"] == "weights/b"
+        assert older[0]["last_checkpoint"]["expires_at"] is not None
+        saves = (await found.rest.user_checkpoints({}))["checkpoints"]
+        assert [one["checkpoint_id"] for one in saves] == ["weights/c", "weights/b", "weights/a"]
+        described = await found.rest.session(session)
+        assert sorted(described["training_run_ids"]) == sorted([first, second])
+        assert described["sampler_ids"] == [f"{session}:sample:4"]
+        assert set((await found.rest.sessions({}))["sessions"]) >= {session}
+        for query in ({"limit": "-1"}, {"offset": "x"}, {"project_id": "p"}):
+            with pytest.raises(InputError):
+                await found.rest.training_runs(query)
+        with pytest.raises(MissingError, match="no session"):
+            await found.rest.session("0" * 32)
+
+    session, first, second = serve(tmp_path / "b", model, run)
+    serve(tmp_path / "b", model, again)
 
 
 def test_samples_are_drawn_once_and_expire_with_the_server(tmp_path, model):
@@ -271,7 +313,7 @@ def test_the_head_has_the_adapter_that_recipes_ask_for(tmp_path):
         assert np.any(weights.tensors["base_model.model.lm_head.lora_B.weight"])
         future = await found.submit("save_weights", ask.save(name, 9, "s"))
         path = json.loads((await ask.result_of(found, future)).body)["path"]
-        assert (await found.weights_info(path))["train_unembed"] is True
+        assert (await found.rest.weights_info(path))["train_unembed"] is True
         return name
 
     serve(tmp_path / "b", make_model(tmp_path, tied=False), run, lora=True)
