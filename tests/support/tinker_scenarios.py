@@ -65,6 +65,12 @@ def loop(tinker, service):
     trained = client.forward([datum(tinker)], "cross_entropy").result(WAIT_S)
     stop = tinker.SamplingParams(max_tokens=9, temperature=0.0, stop="a")
     stopped = sampler.sample(prompt, 1, stop).result(WAIT_S).sequences[0]
+
+    def seeded(seed):
+        params = tinker.SamplingParams(max_tokens=12, temperature=3.0, seed=seed)
+        found = sampler.sample(prompt, 2, params).result(WAIT_S).sequences
+        return [list(one.tokens) for one in found]
+
     return {
         "lora": client.get_info().is_lora,
         "losses": losses,
@@ -76,6 +82,7 @@ def loop(tinker, service):
         "last": list(last),
         "trained": trained.loss_fn_outputs[0]["logprobs"].tolist(),
         "stopped": [list(stopped.tokens), stopped.stop_reason],
+        "seeded": [seeded(seed) for seed in (7, 7, 8)],
     }
 
 
@@ -204,9 +211,14 @@ def refused(tinker, service):
     prompt = tinker.ModelInput.from_ints(TEXT)
     plain = tinker.SamplingParams(max_tokens=1)
     attempt("topk", lambda: wait(base.sample(prompt, 1, plain, topk_prompt_logprobs=3)))
-    attempt(
-        "seed", lambda: wait(base.sample(prompt, 1, tinker.SamplingParams(max_tokens=1, seed=1)))
-    )
+    for name, wrong in {
+        "temperature": {"temperature": -1.0},
+        "top_p": {"top_p": 2.0},
+        "top_k": {"top_k": -3},
+        "no tokens": {"max_tokens": 0},
+    }.items():
+        params = tinker.SamplingParams(**({"max_tokens": 1} | wrong))
+        attempt(name, lambda params=params: wait(base.sample(prompt, 1, params)))
     long = tinker.SamplingParams(max_tokens=10_000)
     attempt("context", lambda: wait(base.sample(prompt, 1, long)))
     found["after"] = loss_of(tinker, client)  # None of it broke the model.

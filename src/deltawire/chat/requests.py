@@ -119,7 +119,13 @@ class RequestBuilder:
         return self.settings.context - length - reserve
 
     def sampling(
-        self, length: int, *, max_tokens: int = 0, reserve: int = 0, think: bool = True
+        self,
+        length: int,
+        *,
+        max_tokens: int = 0,
+        reserve: int = 0,
+        think: bool = True,
+        seed: int | None = None,
     ) -> Sampling:
         """Returns the sampling settings of the turn after ``length`` tokens of context.
 
@@ -131,7 +137,8 @@ class RequestBuilder:
         if think and self.bounds is not None:
             wanted += len(self.bounds.format.forced)
         room = self.room(length, reserve=reserve)
-        return Sampling(max(1, min(wanted, room)), settings.temperature, settings.truncation)
+        most = max(1, min(wanted, room))
+        return Sampling(most, settings.temperature, settings.truncation, seed)
 
     def _told(self, messages: Sequence[Message]) -> list[Message]:
         """Returns the messages, the last of which says the budget."""

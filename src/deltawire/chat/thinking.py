@@ -276,7 +276,7 @@ async def generate_within(
     """
     limits = _fitted(limits, sampling.max_tokens)
     watch = ThinkingWatch(limits, prompt)
-    whole, forced = BoundedCompletion(), list[tuple[int, int]]()
+    whole, forced, parts = BoundedCompletion(), list[tuple[int, int]](), 0
     ended: ThinkingEnd | None = None
     while ended is None:
         left = sampling.max_tokens - len(whole.tokens)
@@ -286,7 +286,8 @@ async def generate_within(
         elif min(watch.room, left) < 1:
             ended = _when_full(watch)
         else:
-            asked = replace(sampling, max_tokens=min(watch.room, left))
+            asked = replace(sampling.numbered(parts), max_tokens=min(watch.room, left))
+            parts += 1
             ended = await _draw(sampler, prompt, asked, watch, whole, on_token)
     if ended == "answered" and forced:
         ended = "forced"

@@ -5,14 +5,16 @@ version.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from deltawire.codec import Digest, Patch
+from deltawire.errors import InputError
 from deltawire.store import Bucket
 from deltawire.sync import Steps
 from deltawire.wire.run import Run
@@ -36,15 +38,58 @@ EVERYTHING = Truncation()
 """Draws from all tokens."""
 
 
+LEAST_TEMPERATURE = 1e-4
+"""The smallest temperature besides 0: float32 logits divided by less may not be finite."""
+MOST_TEMPERATURE = 100.0
+MAX_TOP_K = 1_000_000_000
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters. ``temperature`` 0 is greedy. Log-probabilities are those of the full
-    tempered distribution, regardless of ``truncation`` (of the untempered one when greedy).
+    tempered distribution, regardless of ``truncation`` (of the untempered one when greedy). With a
+    ``seed`` the same version draws the same tokens again after the same prompt, up to rounding that
+    depends on what is decoded at the same time.
+
+    Raises `InputError` for settings that mean nothing. This is the one check of all servers.
     """
 
     max_tokens: int
     temperature: float = 1.0
     truncation: Truncation = EVERYTHING
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        top_p, top_k, min_p = self.truncation
+        tempered = LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE
+        bounds = {
+            "max_tokens": (self.max_tokens >= 1, "1 or more"),
+            "temperature": (
+                self.temperature == 0 or tempered,
+                f"0, which is greedy, or {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}",
+            ),
+            "top_p": (0 < top_p <= 1, "more than 0, and at most 1"),
+            "top_k": (0 <= top_k <= MAX_TOP_K, f"1 to {MAX_TOP_K}, or -1 for all tokens"),
+            "min_p": (0 <= min_p <= 1, "0 to 1"),
+            "seed": (self.seed is None or -(1 << 63) <= self.seed < 1 << 63, "64 bits, signed"),
+        }
+        values = {**vars(self), **self.truncation._asdict()}
+        for name, (fits, hint) in bounds.items():
+            if not fits:  # Comparisons with NaN are false.
+                raise InputError(f"{name} is {values[name]}", hint=f"give {hint}")
+
+    def numbered(self, index: int) -> Sampling:
+        """Returns the settings of completion ``index`` of the same request: each has a seed that
+        follows from the request's, and the first has the request's own."""
+        if self.seed is None or index == 0:
+            return self
+        digest = blake3(f"{self.seed} {index}".encode()).digest(length=8)
+        return replace(self, seed=int.from_bytes(digest, "little", signed=True))
+
+
+def top_k_of(asked: int) -> int:
+    """Returns the `Truncation.top_k` of a request's, where -1 keeps every token."""
+    return 0 if asked == -1 else asked
 
 
 @dataclass

@@ -318,6 +318,48 @@ def test_frequencies_follow_the_softmax(tiny, temperature):
     assert float(((counts - other) ** 2 / other).sum()) > 2 * 29.9
 
 
+def test_a_seed_draws_the_same_tokens_whatever_else_is_drawn(tiny):
+    prompt = [3, 1, 4]
+
+    def drawn(others, seed, engine_seed):
+        engine = TransformersEngine(tiny, stop_tokens=[], slots=8, capacity=16, seed=engine_seed)
+        found = []
+        for _ in range(others):
+            engine.submit([9, 9], Sampling(8), lambda _: None)
+        engine.submit(prompt, Sampling(8, seed=seed), found.append)
+        engine.submit(prompt, Sampling(8, seed=seed).numbered(1), found.append)
+        while engine.active:
+            engine.step()
+        first, second = (completion.tokens for completion in found)
+        assert first != second
+        return first
+
+    assert drawn(0, 5, 1) == drawn(3, 5, 2)
+    assert drawn(0, 5, 1) != drawn(0, 6, 1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e-6},
+        {"max_tokens": 0},
+        {"truncation": Truncation(top_p=0.0)},
+        {"truncation": Truncation(top_p=float("nan"))},
+        {"truncation": Truncation(top_p=2.0)},
+        {"truncation": Truncation(top_k=-2)},
+        {"truncation": Truncation(min_p=-0.1)},
+        {"seed": 1 << 63},
+    ],
+    ids=str,
+)
+def test_settings_that_mean_nothing_cannot_be_asked_for(settings):
+    with pytest.raises(InputError, match="give "):
+        Sampling(**({"max_tokens": 4} | settings))
+
+
 @pytest.mark.parametrize(
     "truncation", [Truncation(top_k=3), Truncation(top_p=0.6), Truncation(min_p=0.2)]
 )

@@ -51,6 +51,10 @@ def test_a_loop_learns_and_samples(seen):
     assert found["reasons"] == ["length"] * 2
     assert len(set(found["ids"])) == 2
     assert found["stopped"] == [list(b"ca"), "stop"]
+    first, again, other = found["seeded"]
+    assert first == again
+    assert first[0] != first[1]
+    assert first != other
 
 
 def test_the_sampler_and_the_trainer_agree(seen):
@@ -109,7 +113,10 @@ def test_a_custom_loss_has_the_exact_gradient(seen):
         ("sampler", "no checkpoint"),
         ("twice", "there is a checkpoint"),
         ("topk", "topk_prompt_logprobs"),
-        ("seed", "seed"),
+        ("temperature", "temperature is -1"),
+        ("top_p", "top_p is 2"),
+        ("top_k", "top_k is -3"),
+        ("no tokens", "max_tokens is 0"),
         ("context", "context"),
     ],
 )

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from deltawire.chat.messages import Message, Tool, ToolCall
 from deltawire.chat.openai.adaptive import MAX_ANSWERS, AdaptiveSampling
-from deltawire.engines.base import Truncation
+from deltawire.engines.base import Sampling, Truncation, top_k_of
 from deltawire.errors import InputError
 from deltawire.wire.objects import prepared
 
@@ -75,10 +75,11 @@ class _Request(msgspec.Struct, kw_only=True):
     model: _Name = ""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1_000_000_000)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
     return_token_ids: bool | None = False
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
@@ -128,11 +129,13 @@ class ChatRequest:
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
     prompt: str | tuple[int, ...] = ""
+    model: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    seed: int | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     ids: bool = False
     stream: bool = False
@@ -156,7 +159,7 @@ class ChatRequest:
         """Returns what the client asks for, with the ``default`` for the rest."""
         return Truncation(
             default.top_p if self.top_p is None else self.top_p,
-            default.top_k if self.top_k is None else max(0, self.top_k),
+            default.top_k if self.top_k is None else top_k_of(self.top_k),
             default.min_p if self.min_p is None else self.min_p,
         )
 
@@ -223,6 +226,7 @@ def _shared(raw: _Request) -> dict[str, Any]:
             "response_format can only be text here: nothing holds the model to a grammar",
             hint="describe the form of the answer in the prompt",
         )
+    _check_sampling(raw)
     stops = [raw.stop] if isinstance(raw.stop, str) else raw.stop or []
     adaptive = raw.n_adaptive
     if isinstance(adaptive, int):
@@ -237,6 +241,8 @@ def _shared(raw: _Request) -> dict[str, Any]:
         "choices": raw.n or 1,
         "stops": tuple(stops),
         "max_tokens": raw.max_completion_tokens or raw.max_tokens,
+        "model": raw.model,
+        "seed": raw.seed,
         "temperature": raw.temperature,
         "top_p": raw.top_p,
         "top_k": raw.top_k,
@@ -248,6 +254,16 @@ def _shared(raw: _Request) -> dict[str, Any]:
         "stream": bool(raw.stream),
         "usage": bool(raw.stream_options and raw.stream_options.include_usage),
     }
+
+
+def _check_sampling(raw: _Request) -> None:
+    """Raises `InputError` for settings that mean nothing, also where the server's are used."""
+    truncation = Truncation(
+        1.0 if raw.top_p is None else raw.top_p,
+        0 if raw.top_k is None else top_k_of(raw.top_k),
+        0.0 if raw.min_p is None else raw.min_p,
+    )
+    Sampling(1, 1.0 if raw.temperature is None else raw.temperature, truncation, raw.seed)
 
 
 def _decode(data: bytes, kind: type[Any]) -> Any:

@@ -126,8 +126,8 @@ class Endpoint:
         try:
             return await handler(request)
         except _RefusedError as error:
-            self.refused = error.why
-            return _error(400, str(error), error.code)
+            self.refused = error.why or self.refused
+            return _error(error.status, str(error), error.code)
         except InputError as error:
             return _error(400, str(error), "invalid_request")
         except DeltawireError as error:
@@ -147,6 +147,13 @@ class Endpoint:
         return await self._answer(request, read_completion(await request.read()))
 
     async def _answer(self, request: web.Request, asked: ChatRequest) -> web.StreamResponse:
+        # A gateway's clients name a deployment, not a replica's model.
+        if self._recording is not None and asked.model not in ("", self._policy.model):
+            raise _RefusedError(
+                f"there is no model {asked.model!r} here; this endpoint has {self._policy.model!r}",
+                "model_not_found",
+                status=404,
+            )
         recording = self._recording_of(asked)
         # Requests that are being answered count as well.
         turns = 0 if self._recording is None else self._recording.turns
@@ -169,9 +176,13 @@ class Endpoint:
             if stream is not None:
                 await stream.begin()
 
+            total = 0
+
             async def draw(count: int, live: AnswerStream | None) -> list[AnswerChoice]:
+                nonlocal total
+                before, total = total, total + count
                 drawn = await self._draw(
-                    prompt.tokens, sampling, replace(asked, choices=count), live, bounds
+                    prompt.tokens, sampling, replace(asked, choices=count), live, bounds, before
                 )
                 choices = [self._choice(asked, lead, completion) for completion in drawn]
                 for choice in choices:
@@ -282,7 +293,18 @@ class Endpoint:
                 "context",
             )
         most = self._settings.max_tokens
-        return builder.sampling(length, max_tokens=min(asked.max_tokens or most, most))
+        if asked.max_tokens is not None and asked.max_tokens > most:
+            raise InputError(
+                f"max_tokens is {asked.max_tokens}, and an answer has at most {most} tokens here",
+                hint=f"ask for at most {most}, or leave max_tokens out; the run's "
+                "rollout.max_tokens decides",
+            )
+        if asked.seed is not None and not self._policy.client_samples:
+            raise InputError(
+                "seed is not supported here: a policy is trained on draws of its own",
+                hint="leave out seed",
+            )
+        return builder.sampling(length, max_tokens=asked.max_tokens or 0, seed=asked.seed)
 
     def _builder(self, asked: ChatRequest) -> RequestBuilder:
         """The builder for a request. In a recorded session its settings are the run's own.
@@ -319,22 +341,25 @@ class Endpoint:
         asked: ChatRequest,
         stream: AnswerStream | None,
         bounds: ThinkingLimits | None,
+        drawn: int,
     ) -> list[Completion]:
-        """Draws all choices at the same time; a stream gets their tokens as they come."""
+        """Draws all choices at the same time, after ``drawn`` others of the request; a stream gets
+        their tokens as they come."""
         told: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         live = None if stream is None or stream.held_back else stream
 
         def choice(index: int) -> Coroutine[Any, Any, Completion]:
             listener = self._listener(index, asked.stops, told if live else None)
+            one = sampling.numbered(drawn + index)
             if bounds is None:
-                return self._sampler.generate(tokens, sampling, on_token=listener)
+                return self._sampler.generate(tokens, one, on_token=listener)
 
             def insert(forced: Sequence[int]) -> None:
                 for token in forced if live else ():
                     told.put_nowait((index, token))
 
             return generate_within(
-                self._sampler, tokens, sampling, bounds, on_token=listener, on_forced=insert
+                self._sampler, tokens, one, bounds, on_token=listener, on_forced=insert
             )
 
         tasks = [asyncio.create_task(choice(index)) for index in range(asked.choices)]
@@ -381,12 +406,13 @@ async def _score(verifier: Verifier, messages: Sequence[Message], answer: str) -
 
 
 class _RefusedError(Exception):
-    """A request for which there is no room."""
+    """A request for which there is no room (``why``), or no model."""
 
-    def __init__(self, message: str, code: str, why: str) -> None:
+    def __init__(self, message: str, code: str, why: str = "", *, status: int = 400) -> None:
         super().__init__(message)
         self.code = code
         self.why = why
+        self.status = status
 
 
 def _error(status: int, message: str, code: str) -> web.Response:

@@ -71,6 +71,8 @@ class SamplingRequest:
     completion: Completion = field(default_factory=Completion)
     version: int = -1
     """The version that read the prompt."""
+    generator: torch.Generator | None = None
+    """Draws for a request that has its own seed."""
 
     @property
     def reserved(self) -> int:
@@ -185,6 +187,8 @@ class TransformersEngine:
             raise InputError(f"a token of the prompt is not one of the model's {self._vocabulary}")
         request = SamplingRequest(tuple(prompt), sampling, on_done, on_token)
         self._require_memory(request)
+        if sampling.seed is not None:
+            request.generator = torch.Generator(self._device).manual_seed(sampling.seed)
         request.completion.experts = self._routers.experts if self._routers else 0
         self._waiting.append(request)
         return request
@@ -489,6 +493,9 @@ class TransformersEngine:
         scaled = logits_NV / torch.where(greedy, 1.0, temperatures)
         logprobs_NV = torch.log_softmax(scaled, dim=-1)
         noise = torch.empty_like(logprobs_NV).exponential_(generator=self._generator).log_()
+        for row, request in zip(noise, self._running[rows], strict=True):
+            if request.generator is not None:
+                row.exponential_(generator=request.generator).log_()
         drawn_from = self._truncated(logprobs_NV, self._running[rows])
         tokens = torch.where(greedy, logprobs_NV, drawn_from - noise).argmax(dim=-1)
         logprobs = logprobs_NV.gather(1, tokens[:, None])[:, 0]

@@ -367,6 +367,8 @@ class RemoteSampler:
             **sampling.truncation._asdict(), "logprobs": 0, "detokenize": False,
             "stop_token_ids": self._stop,
         }  # fmt: skip
+        if sampling.seed is not None:
+            parameters["seed"] = sampling.seed
         body = {"token_ids": prompt, "sampling_params": parameters}
         data = bytearray()
         limit = MAX_ANSWER_BYTES + BYTES_A_TOKEN * sampling.max_tokens

@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 import torch
 
 from deltawire.config import AdapterConfig, run_config
-from deltawire.engines.base import EngineRequest, OpenEngine, Sampling, Truncation
+from deltawire.engines.base import EngineRequest, OpenEngine, Sampling, Truncation, top_k_of
 from deltawire.engines.registry import open_engine
 from deltawire.errors import InputError
 from deltawire.export.adapter import open_model
@@ -153,7 +153,7 @@ class SamplingClient:
         async def run() -> SampleResponse:
             await self._fresh_enough(least_version)
             sequences = await asyncio.gather(
-                *(self._one(tokens, params, ends) for _ in range(num_samples))
+                *(self._one(tokens, params.numbered(one), ends) for one in range(num_samples))
             )
             scores = self._score(tokens) if include_prompt_logprobs else None
             return SampleResponse(list(sequences), scores)
@@ -197,20 +197,18 @@ class SamplingClient:
             future.set_exception(error)
 
     def _checked(self, params: SamplingParams, length: int) -> Sampling:
-        if params.seed is not None:
-            raise InputError(
-                "a request cannot have its own seed: all requests draw from one generator",
-                hint="pass seed to the sampling client",
-            )
         return Sampling(
             self._new_tokens(params, length),
             params.temperature,
-            Truncation(top_p=params.top_p, top_k=max(params.top_k, 0)),
+            Truncation(top_p=params.top_p, top_k=top_k_of(params.top_k)),
+            params.seed,
         )
 
     def _new_tokens(self, params: SamplingParams, length: int) -> int:
         room = self._limits[1] - length
-        wanted = params.max_tokens or max(min(DEFAULT_MAX_TOKENS, room), 1)
+        wanted = params.max_tokens
+        if wanted is None:
+            wanted = max(min(DEFAULT_MAX_TOKENS, room), 1)
         if wanted > room:
             raise InputError(
                 f"a prompt of {length} tokens and {wanted} new ones exceed the client's context "

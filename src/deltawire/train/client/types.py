@@ -88,8 +88,9 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. ``stop`` is a string, or several strings or token ids; None stops at the
-    model's end tokens, an empty list nowhere.
+    """How to sample. With a ``seed``, a version draws the same completions of a prompt again.
+    ``stop`` is a string, or several strings or token ids; None stops at the model's end tokens, an
+    empty list nowhere.
 
     Example::
 

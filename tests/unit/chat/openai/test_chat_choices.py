@@ -218,7 +218,7 @@ def test_a_conversation_continues_the_chosen_answer(text):
 def test_choices_count_as_turns_before_any_is_drawn(text):
     async def harness(client):
         with pytest.raises(openai.BadRequestError) as error:
-            await client.chat.completions.create(model="m", messages=[user("x")], n=3)
+            await client.chat.completions.create(model="policy", messages=[user("x")], n=3)
         return error.value.code
 
     engine = Says("x")
@@ -233,7 +233,7 @@ def test_a_choice_that_fails_ends_the_others_and_none_is_on_record(text):
 
     async def harness(client):
         with pytest.raises(openai.InternalServerError):
-            await client.chat.completions.create(model="m", messages=[user("x")], n=3)
+            await client.chat.completions.create(model="policy", messages=[user("x")], n=3)
 
     _, recording, _ = talk(text, engine, harness)
     assert recording.turns == 0

@@ -183,7 +183,9 @@ def test_requests_at_the_same_time_have_no_more_turns_than_others(text):
 
     async def harness(client, url):
         ask = client.chat.completions.create
-        asked = [asyncio.ensure_future(ask(model="m", messages=[user(f"{n}")])) for n in range(5)]
+        asked = [
+            asyncio.ensure_future(ask(model="policy", messages=[user(f"{n}")])) for n in range(5)
+        ]
         await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
         engine.wait.set()
         found = await asyncio.gather(*asked, return_exceptions=True)
@@ -358,7 +360,7 @@ def test_a_token_is_needed_for_everything(text, path, header):
 def test_a_body_that_is_too_large_is_refused(text):
     async def harness(client, url):
         with pytest.raises(openai.APIStatusError) as error:
-            await client.chat.completions.create(model="m", messages=[user("x" * (17 << 20))])
+            await client.chat.completions.create(model="policy", messages=[user("x" * (17 << 20))])
         return error.value.status_code
 
     status, _, _ = talk(text, Says("x"), harness)
@@ -368,7 +370,7 @@ def test_a_body_that_is_too_large_is_refused(text):
 def test_a_full_context_is_the_error_that_clients_know(text):
     async def harness(client, url):
         with pytest.raises(openai.BadRequestError) as error:
-            await client.chat.completions.create(model="m", messages=[user("x" * 200)])
+            await client.chat.completions.create(model="policy", messages=[user("x" * 200)])
         return error.value.code
 
     code, _, endpoint = talk(text, Says("x"), harness, capacity=100)
@@ -379,7 +381,7 @@ def test_a_client_that_hangs_up_cancels_its_request(text):
     async def harness(client, url):
         engine.wait = asyncio.Event()
         asking = asyncio.ensure_future(
-            client.chat.completions.create(model="m", messages=[user("x")])
+            client.chat.completions.create(model="policy", messages=[user("x")])
         )
         while not engine.requests:
             await asyncio.sleep(0.005)
@@ -562,6 +564,63 @@ def test_a_client_chooses_truncation_where_it_chooses_the_temperature(text):
     talk(text, engine, harness, temperature=None)
     talk(text, engine, harness)
     assert [tuple(s.truncation) for _, s in engine.requests] == [(0.5, 0, 0.1), (1.0, 0, 0.0)]
+
+
+MEANINGLESS = {
+    "a temperature below 0": ({"temperature": -1}, "temperature is -1"),
+    "a temperature that overflows": ({"temperature": 1e-9}, "temperature is 1e-09"),
+    "top_p of 0": ({"top_p": 0}, "top_p is 0"),
+    "top_p of 2": ({"top_p": 2}, "top_p is 2"),
+    "top_k of -2": ({"extra_body": {"top_k": -2}}, "top_k is -2"),
+    "min_p of 3": ({"extra_body": {"min_p": 3}}, "min_p is 3"),
+    "a seed of 65 bits": ({"seed": 1 << 64}, "seed"),
+    "more tokens than there are": ({"max_tokens": 129}, "an answer has at most 128 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", MEANINGLESS)
+@pytest.mark.parametrize("temperature", [None, 0.7], ids=["client", "run"])
+def test_settings_that_mean_nothing_are_refused(text, name, temperature):
+    settings, words = MEANINGLESS[name]
+    engine = Says("one")
+
+    async def harness(client, url):
+        with pytest.raises(openai.BadRequestError, match=words):
+            await client.chat.completions.create(model="policy", messages=[user("hi")], **settings)
+
+    talk(text, engine, harness, temperature=temperature)
+    assert engine.requests == []
+
+
+def test_a_seed_is_honored_or_refused(text):
+    """Each choice draws from a seed of its own; a recorded policy is trained on its own draws."""
+    engine = Says("one")
+
+    async def harness(client, url):
+        ask = client.chat.completions.create
+        for seed in (3, 3, 4):
+            await ask(model="policy", messages=[user("hi")], n=2, seed=seed)
+
+    async def recorded(client, url):
+        with pytest.raises(openai.BadRequestError, match="seed is not supported here"):
+            await client.chat.completions.create(model="policy", messages=[user("hi")], seed=3)
+
+    talk(text, engine, harness, temperature=None)
+    first, second, again, _, other, _ = (sampling.seed for _, sampling in engine.requests)
+    assert (first, again, other) == (3, 3, 4)
+    assert second not in (3, 4, None)
+    talk(text, engine, recorded)
+
+
+def test_an_unknown_model_is_refused(text):
+    engine = Says("one")
+
+    async def harness(client, url):
+        with pytest.raises(openai.NotFoundError, match="no model 'gpt-9' here"):
+            await client.chat.completions.create(model="gpt-9", messages=[user("hi")])
+
+    _, _, endpoint = talk(text, engine, harness)
+    assert (engine.requests, endpoint.refused) == ([], "")
 
 
 def test_an_endpoint_without_a_recording_remembers_the_newest_conversations(text):
