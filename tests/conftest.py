@@ -125,6 +125,23 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("drill_seed", range(metafunc.config.getoption("drills")))
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Prints how many cases the drills of damaged answers ran (tests/maintenance_faults)."""
+    reports = [
+        report for word in ("passed", "failed") for report in terminalreporter.getreports(word)
+    ]
+    cases = [
+        value
+        for report in reports
+        for name, value in report.user_properties
+        if name == "damaged answers"
+    ]
+    if cases:
+        terminalreporter.write_line(
+            f"damaged answers: {sum(cases)} cases of {len(cases)} maintenance commands"
+        )
+
+
 def _fail_if_threads_stay(before):
     if left := thread_leaks.leaked(before):
         names = ", ".join(map(thread_leaks.describe, left))
