@@ -35,7 +35,6 @@ from deltawire.errors import BugError, DeltawireError, InputError, RetryError
 from deltawire.serving.bodies import (
     BODIES,
     BODIES_BYTES,
-    MAX_BODY_BYTES,
     BodyBudget,
     give_back_bodies,
     read_body,
@@ -114,8 +113,7 @@ def build_app(
             "the server needs two different tokens", hint="one for sampling, one for hot-loading"
         )
     app = web.Application(
-        middlewares=[give_back_bodies, answer_errors, _bearer(token, admin_token)],
-        client_max_size=MAX_BODY_BYTES,
+        middlewares=[give_back_bodies, answer_errors, _bearer(token, admin_token)]
     )
     app[BODIES] = BodyBudget(BODIES_BYTES)
     app[REPLICAS], app[SESSION] = replicas, session

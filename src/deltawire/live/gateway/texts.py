@@ -59,7 +59,8 @@ def texts_of(body: dict[str, Any], *, chat: bool) -> RequestTexts:
             }
             if others.get("role") in _ROLES:
                 del others["role"]
-            texts += [flat for flat in (flat_text(others),) if flat]
+            if flat := flat_text(others):
+                texts.append(flat)
     else:
         prompt = body.get("prompt")
         opaque = opaque or not isinstance(prompt, str)
@@ -67,10 +68,8 @@ def texts_of(body: dict[str, Any], *, chat: bool) -> RequestTexts:
     for name, value in body.items():
         if name in _UNRENDERED or not isinstance(value, str | list | dict):
             continue
-        whole = not isinstance(value, list) or not all(isinstance(one, dict) for one in value)
-        flats = [
-            flat_text({name: value} if whole else one) for one in ([value] if whole else value)
-        ]
+        each = isinstance(value, list) and all(isinstance(one, dict) for one in value)
+        flats = [flat_text(one) for one in (value if each else [{name: value}])]
         texts += [flat for flat in flats if flat]
     return RequestTexts(texts, opaque)
 
