@@ -156,6 +156,16 @@ def adapter_files(
     With adapters of experts, which a run holds in other shapes than PEFT, there is no
     `ADAPTER_CONFIG`, so that PEFT reads no half of an adapter.
     """
+    files = {LAYOUT: adapter_layout(specs)}
+    if not any(True for _ in _stacks(model)):
+        settings = peft_settings(model, config, base=base)
+        files[ADAPTER_CONFIG] = json.dumps(settings, indent=2).encode() + b"\n"
+    return files
+
+
+def adapter_layout(specs: Sequence[TensorSpec]) -> bytes:
+    """Returns the layout that puts an adapter's tensors into `ADAPTER_WEIGHTS` and those of its
+    base into ``model.safetensors``."""
     frozen = {spec.name: spec for spec in specs if not spec.name.startswith(PREFIX)}
     adapter = {spec.name: spec for spec in specs if spec.name.startswith(PREFIX)}
     layout = SafetensorsLayout(
@@ -165,11 +175,7 @@ def adapter_files(
             if held
         ]
     )
-    files = {LAYOUT: encode_layout(layout)}
-    if not any(True for _ in _stacks(model)):
-        settings = peft_settings(model, config, base=base)
-        files[ADAPTER_CONFIG] = json.dumps(settings, indent=2).encode() + b"\n"
-    return files
+    return encode_layout(layout)
 
 
 @torch.no_grad()

@@ -33,10 +33,83 @@ def tensors_of(
     adapters that are not LoRA or change more than a sum or one use of a tied weight, and quantized
     parameters.
     """
-    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise InputError(f"there is no dtype {dtype[:40]!r}", hint='for example "bfloat16"')
-    wanted = None if dtype is None else getattr(torch, dtype)
+    _dtype_named(dtype)
     base, added = _without_adapters(model)
+    return _checkpoint_of(base, added, dtype, keep=keep)
+
+
+@torch.no_grad()
+def base_and_adapter_of(
+    model: Any, dtype: str | None = "bfloat16", *, keep: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the frozen base of a model wrapped by PEFT, as `tensors_of` does without its adapter,
+    and the adapter under the names of PEFT's files.
+
+    Raises `InputError` for a model without one active LoRA adapter over a frozen base.
+    """
+    name = check_separable(model)
+    return _checkpoint_of(model.get_base_model(), {}, dtype, keep=keep), adapter_of(
+        model, name, dtype, keep=keep
+    )
+
+
+@torch.no_grad()
+def adapter_of(model: Any, name: str, dtype: str | None, *, keep: bool = True) -> dict[str, Tensor]:
+    """Returns the adapter ``name`` of a model wrapped by PEFT, as its files name the tensors."""
+    import peft
+
+    wanted = _dtype_named(dtype)
+    state = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    found = {}
+    for key, tensor in state.items():
+        value = _whole(tensor)
+        if keep:
+            value = value if wanted is None else value.to(wanted)
+            found[key] = value.to("cpu").contiguous()
+    return found
+
+
+def check_separable(model: Any) -> str:
+    """Returns the name of the adapter that can be published apart from its base; raises
+    `InputError` if there is none."""
+    if not hasattr(model, "get_base_model"):
+        raise InputError(
+            "the model has no adapter that could be published separately",
+            hint="wrap it with PEFT's LoRA, or leave adapter out",
+        )
+    names = list(model.active_adapters)
+    if len(names) != 1:
+        raise InputError(f"{len(names)} adapters are active; one can be published separately")
+    base = model.get_base_model()
+    for name, module in base.named_modules():
+        if hasattr(module, "modules_to_save"):
+            raise InputError(
+                f"{name} is trained whole next to the adapter", hint="publish the adapter merged"
+            )
+        if hasattr(module, "base_layer"):
+            _check_adapter(name, module)
+            if module.merged_adapters:
+                raise InputError(f"the adapter of {name} is merged into the base: unmerge it first")
+    for name, parameter in base.named_parameters():
+        if parameter.requires_grad and ".lora_" not in name:
+            raise InputError(
+                f"{name} of the base is trained too", hint="freeze it, or publish merged"
+            )
+    return str(names[0])
+
+
+def _dtype_named(dtype: str | None) -> torch.dtype | None:
+    found = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not isinstance(found, torch.dtype):
+        raise InputError(f"there is no dtype {dtype[:40]!r}", hint='for example "bfloat16"')
+    return found
+
+
+def _checkpoint_of(
+    base: Any, added: dict[str, Tensor], dtype: str | None, *, keep: bool
+) -> dict[str, Tensor]:
+    """Returns the tensors of ``base`` with what is ``added`` to its weights."""
+    wanted = _dtype_named(dtype)
     _check_ties(base)
     kept = set(saved_buffers(base))
     own = {name for name, _ in base.named_parameters()}

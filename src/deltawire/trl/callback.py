@@ -11,7 +11,7 @@ Concurrency::
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, get_args
 
 from transformers import TrainerCallback
 
@@ -19,7 +19,7 @@ from deltawire.errors import InputError
 from deltawire.export.tensors import unwrapped
 from deltawire.sync.publish.commit import STEP_RECORD
 from deltawire.sync.publish.sources import check_options
-from deltawire.trl.gathered import GatheredWriter
+from deltawire.trl.gathered import AdapterForm, GatheredWriter
 from deltawire.trl.ranks import RunWriter
 from deltawire.trl.sharded import ShardedWriter, check_shard_options
 
@@ -36,6 +36,10 @@ class Publish(TrainerCallback):
     continued: if the trainer starts from other weights than its newest version, as after resuming
     from an earlier checkpoint, these become the next version. Each version's commit metadata has
     the trainer's ``global_step``.
+
+    With ``adapter="separate"`` a LoRA is published as it is instead, under the names of PEFT's
+    files: version 0 has base and adapter, later ones change the adapter only, and vLLM swaps it in
+    a slot.
 
     Shards of FSDP version 2 are gathered and published by rank 0. With ``sharded``, each rank
     publishes its own rows, and no rank holds a whole tensor. ``options`` go to
@@ -65,6 +69,7 @@ class Publish(TrainerCallback):
         every: int = 1,
         dtype: str | None = "bfloat16",
         sharded: bool = False,
+        adapter: AdapterForm = "merged",
         max_outage: float | None = None,
         retain: int = 0,
         **options: Any,
@@ -78,6 +83,12 @@ class Publish(TrainerCallback):
             raise InputError(f"every={every}", hint="publish every 1 or more steps")
         if retain < 0:
             raise InputError(f"retain={retain}", hint="keep 0, which is all, or more versions")
+        if adapter not in get_args(AdapterForm):
+            raise InputError(f"adapter={adapter!r}", hint='"merged" or "separate"')
+        if sharded and adapter == "separate":
+            raise InputError(
+                "an adapter cannot be published by rows", hint="publish with sharded=False"
+            )
         check = check_shard_options if sharded else check_options
         check(options)
         self.url = url
@@ -85,6 +96,8 @@ class Publish(TrainerCallback):
         self._dtype = dtype
         self._sharded = sharded
         self._options = {"max_outage": max_outage, "retain": retain, **options}
+        if adapter == "separate":
+            self._options["adapter"] = adapter
         self._writer: RunWriter | None = None
         self._step = -1
         """The step that was published last."""

@@ -15,6 +15,8 @@ from tiny_trainers import SETTINGS, Recorder, rows, sft, tiny_model, tokenizer
 import deltawire
 from deltawire import codec
 from deltawire.cli.main import main
+from deltawire.engines.vllm.adapter_names import adapter_tensors, layer_of, slot_flags
+from deltawire.engines.vllm.adapter_slot import read_settings
 from deltawire.errors import InputError, RetryError
 from deltawire.store import RetryingBucket, RetryPolicy, open_bucket
 from deltawire.sync import (
@@ -282,3 +284,48 @@ def test_an_outage_beyond_its_limit_ends_the_training(tmp_path, monkeypatch):
         sft(tmp_path / "out", Away(bucket, 1, None), publish, max_steps=4).train()
     bucket.heal()
     publish._close()
+
+
+def test_an_adapter_is_published_apart_from_its_base(tmp_path):
+    url = str(tmp_path / "run")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    publish = Publish(url, adapter="separate", anchor_every=2)
+    trainer = sft(tmp_path / "out", publish, peft_config=lora, max_steps=3)
+    trainer.train()
+    bucket = open_bucket(url)
+    run = read_run(bucket)
+    specs = adapter_tensors(run.tensors)
+    assert slot_flags(run.tensors)[3:5] == ["--max-lora-rank", "8"]
+    assert {layer_of(spec.name).rpartition(".")[2] for spec in specs} == {"q_proj", "v_proj"}
+    settings = read_settings(bucket, run)
+    assert (settings["r"], settings["peft_type"], settings["inference_mode"]) == (4, "LORA", True)
+    first, last = held(url, 0), held(url, 3)
+    names = {spec.name for spec in specs}
+    assert all((first[n] == last[n]).all() for n in first.keys() - names), "the base is frozen"
+    assert any((first[n] != last[n]).any() for n in names)
+    assert check_run(bucket).faults == []
+    sizes = [read_manifest(bucket, run, version).delta.bytes for version in (1, 2, 3)]
+    assert max(sizes) < sum(2 * spec.count for spec in specs) + 1000
+    pulled = tmp_path / "pulled"
+    with Checkout(bucket, run, pulled) as checkout:
+        checkout.bring_to(3)
+    loaded = peft.PeftModel.from_pretrained(tiny_model(), pulled)
+    found = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    wanted = peft.get_peft_model_state_dict(trainer.model, save_embedding_layers=False)
+    assert found.keys() == wanted.keys() == names
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor.bfloat16().float()), name
+
+
+def test_what_cannot_be_published_apart_is_refused(tmp_path):
+    url = str(tmp_path / "run")
+    with pytest.raises(InputError, match="'apart'"):
+        Publish(url, adapter="apart")
+    with pytest.raises(InputError, match="by rows"):
+        Publish(url, adapter="separate", sharded=True)
+    with pytest.raises(InputError, match="no adapter"):
+        sft(tmp_path / "out", Publish(url, adapter="separate")).train()
+    saved = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
+    with pytest.raises(InputError, match="trained whole next to the adapter"):
+        sft(tmp_path / "out", Publish(url, adapter="separate"), peft_config=saved).train()
+    assert not (tmp_path / "run").exists()
