@@ -88,5 +88,16 @@ class RetryingBucket(DelegatingBucket):
             layer = layer.inner
         return cls(bucket)
 
+    @staticmethod
+    def beneath(bucket: Bucket) -> Bucket:
+        """Returns the bucket below every layer that repeats operations, for a caller that must know
+        of each attempt."""
+        found = layer = bucket
+        while isinstance(layer, DelegatingBucket):
+            if isinstance(layer, RetryingBucket):
+                found = layer.inner
+            layer = layer.inner
+        return found
+
     def _call(self, verb: Verb, key: str, operation: Callable[[], T]) -> T:  # noqa: ARG002
         return self.policy.run(operation)

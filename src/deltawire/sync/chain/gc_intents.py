@@ -23,11 +23,16 @@ Blob names cannot replace intents: a blob's name is the hash of its content, so 
 unused now may be needed by a version a moment later. Ages cannot replace them either: a writer or a
 deleter may stall for longer than any grace period.
 
-The wait is bounded. Retention deletes nothing later than `INTENT_S` after it created its intent, by
-its own clock, and a deletion without a response has `MARGIN_S` to take effect. An intent older than
-the sum of both by the store's clock was left by a process that died: writers do not wait for it,
-and the next retention deletes it. Writers ignore objects that are not intents of this run and, in a
-signed run, unsigned ones.
+The wait is bounded. Retention begins no deletion later than `INTENT_S` after it created its intent,
+by its own clock, and sends each request itself: nothing below repeats one. A request that got no
+answer may still arrive, also after its repetition was answered, until the store refuses it as too
+old (`margin_s`). So the intent is deleted only if every request was answered. Otherwise it stays
+until its age, by the store's clock, exceeds the sum of both times, as does one that a process that
+died left: writers then do not wait for it any more, and the next retention deletes it. Writers
+ignore objects that are not intents of this run and, in a signed run, unsigned ones.
+
+Conditional deletions do not replace this: obstore offers none, and a blob that is stored again has
+the same content and so, where the tag is a hash of the content as on S3, the same tag.
 """
 
 from __future__ import annotations
@@ -37,9 +42,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
 from functools import partial
+from urllib.parse import urlsplit
 
-from deltawire.errors import CorruptError, RetryError
+from deltawire.errors import CorruptError, RetryError, UnreadableError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, RetryPolicy
+from deltawire.sync.chain.evidence import Sound, evidence_of
 from deltawire.sync.chain.objects import check_signed, missing_blobs
 from deltawire.wire import keys
 from deltawire.wire.coordination import (
@@ -56,7 +63,31 @@ INTENT_S = 600.0
 """Seconds after an intent's creation during which retention deletes what it announces."""
 
 MARGIN_S = 300.0
-"""Seconds that a deletion without a response may need to take effect."""
+"""Seconds after which an unanswered deletion in a folder or in memory has happened or never will: a
+call of the operating system ends with its process, and a file server answers or repeats within
+minutes."""
+
+REMOTE_MARGINS_S = {
+    # A request is refused when its time of signature is 15 minutes from the store's clock
+    # (RequestTimeTooSkewed, MaxAllowedSkewMilliseconds 900000), and the clock that signed it may
+    # have been 15 minutes ahead.
+    "s3": 1800.0,
+    # A request is accepted while its access token is valid: an hour unless an administrator allows
+    # longer ones (iamcredentials.generateAccessToken).
+    "gs": 3600.0,
+    # With Shared Key, a request must be no more than 15 minutes old when it arrives; with Microsoft
+    # Entra ID, tokens are valid for 60 to 90 minutes.
+    "az": 5400.0,
+}
+"""For each kind of store, the seconds during which an unanswered request can still arrive."""
+
+
+def margin_s(bucket: Bucket) -> float:
+    """Returns how many seconds after it was sent an unanswered deletion may still take effect."""
+    if bucket.local:
+        return MARGIN_S
+    kind = {"s3a": "s3", "gcs": "gs"}.get(scheme := urlsplit(bucket.url).scheme, scheme)
+    return REMOTE_MARGINS_S.get(kind, max(REMOTE_MARGINS_S.values()))
 
 
 def store_clock(bucket: Bucket) -> datetime:
@@ -82,9 +113,10 @@ def delete_blobs(
     after each intent is created and must read the bucket again each time.
 
     Yields each key before deleting it; the caller may stop early. Raises `RetryError` if the store
-    does not answer: the intent then stays, because a deletion may still be in flight.
+    does not answer. The intent stays if a deletion may still be in flight.
     """
     left = list(doomed)
+    inner = RetryingBucket.beneath(bucket)
     while left:
         batch, left = left[:MAX_INTENT_BLOBS], left[MAX_INTENT_BLOBS:]
         until = _uptime() + INTENT_S
@@ -92,8 +124,12 @@ def delete_blobs(
         names = [name.removeprefix(keys.BLOBS) for name in batch]
         intent = DeletionIntent(run=run.id, blobs=names)
         bucket.put(key, seal(intent, key=key, signer=signer))
-        wanted = referred()
-        inner = bucket.inner if isinstance(bucket, RetryingBucket) else bucket
+        try:
+            wanted = referred()
+        except UnreadableError:
+            bucket.delete(key)  # No deletion has begun.
+            raise
+        deletions = _Deletions(inner, until)
         for name in batch:
             if name in wanted:
                 continue
@@ -101,21 +137,35 @@ def delete_blobs(
                 left = []  # The next retention finds them again.
                 break
             yield name
-            RetryPolicy().run(partial(_delete_before, until, inner, name))
-        bucket.delete(key)
+            RetryPolicy().run(partial(deletions.delete, name))
+        if deletions.all_answered:
+            bucket.delete(key)
 
 
-def _delete_before(until: float, bucket: Bucket, key: str) -> None:
-    """Deletes an object unless ``until`` has passed, which is checked at each attempt."""
-    if _uptime() > until:
-        raise RetryError("the time for this deletion is over", run=bucket.url, key=key)
-    bucket.delete(key)
+class _Deletions:
+    """Sends deletions, each as one request, none later than ``until``; ``all_answered`` says
+    whether none is in flight."""
+
+    def __init__(self, bucket: Bucket, until: float) -> None:
+        self.all_answered = True
+        self._bucket = bucket
+        self._until = until
+
+    def delete(self, key: str) -> None:
+        """Deletes an object, unless it is too late; raises `RetryError`."""
+        if _uptime() > self._until:
+            raise RetryError("the time for this deletion is over", run=self._bucket.url, key=key)
+        try:
+            self._bucket.delete(key)
+        except RetryError:
+            self.all_answered = False
+            raise
 
 
 def drop_dead_intents(bucket: Bucket, now: datetime) -> None:
     """Deletes the intents of processes that died. ``now`` is by the store's clock."""
     for entry in bucket.list_objects(keys.DELETION_INTENTS):
-        if _is_dead(entry, now):
+        if _is_dead(bucket, entry, now):
             bucket.delete(entry.key)
 
 
@@ -140,23 +190,24 @@ def blobs_stay(
 
 def _named_by(bucket: Bucket, run: Run, entry: ObjectMeta, *, unsigned: bool) -> set[str]:
     """Returns the keys of the blobs that an intent names; empty if retention did not write it."""
-    for _ in range(2):  # Only the response may be damaged.
-        try:
-            data = bucket.get(entry.key, limit=MAX_INTENT_BYTES)
-            if data is None:
-                return set()
-            if not unsigned:
-                check_signed(bucket, run, data, entry.key)
-            intent = decode_intent(data, table=run, run=bucket.url, key=entry.key)
-            return {keys.blob(name) for name in intent.blobs}
-        except CorruptError:
-            continue
-    return set()
+
+    def read() -> DeletionIntent | None:
+        data = bucket.get(entry.key, limit=MAX_INTENT_BYTES)
+        if data is None:
+            return None
+        if not unsigned:
+            check_signed(bucket, run, data, entry.key)
+        return decode_intent(data, table=run, run=bucket.url, key=entry.key)
+
+    found = evidence_of(bucket, entry.key, read)
+    # One that no connection delivers whole is no intent: retention stores each in one piece. If it
+    # counted, anyone who stores a byte there could hold every writer up.
+    return {keys.blob(name) for name in found.value.blobs} if isinstance(found, Sound) else set()
 
 
 def _wait_for(bucket: Bucket, entry: ObjectMeta) -> None:
     while bucket.exists(entry.key):
-        if _is_dead(entry, store_clock(bucket)):
+        if _is_dead(bucket, entry, store_clock(bucket)):
             return
         time.sleep(bucket.poll_s)
 
@@ -167,5 +218,5 @@ def _uptime() -> float:
     return time.monotonic() if boot is None else time.clock_gettime(boot)
 
 
-def _is_dead(entry: ObjectMeta, now: datetime) -> bool:
-    return now - entry.modified > timedelta(seconds=INTENT_S + MARGIN_S)
+def _is_dead(bucket: Bucket, entry: ObjectMeta, now: datetime) -> bool:
+    return now - entry.modified > timedelta(seconds=INTENT_S + margin_s(bucket))

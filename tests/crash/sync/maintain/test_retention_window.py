@@ -7,14 +7,15 @@ each operation of retention in turn; in every case its committed versions can be
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 from history import LIMIT, snapshot, weights
 from shard_ranks import RANKS, close, publish_all, rank_publisher
 
-from deltawire.errors import RetryError
-from deltawire.store import open_bucket
+from deltawire.errors import RetryError, UnreadableError
+from deltawire.store import MeteredBucket, RetryingBucket, open_bucket
 from deltawire.sync import Compactor, Relay, load_mirror, read_manifest, read_run
 from deltawire.sync.chain import gc_intents as intents
 from deltawire.sync.chain.objects import read_compacted_delta
@@ -317,6 +318,82 @@ def test_a_deletion_that_was_not_answered_leaves_the_intent(original):
     with pytest.raises(RetryError):
         prune(bucket, read_run(inner), cutoff=LAST, grace_s=0)
     assert len(inner.list(keys.DELETION_INTENTS)) == 1
+
+
+def test_a_delete_that_arrives_after_its_repetition_was_answered_takes_no_blob(
+    original, monkeypatch
+):
+    """The writer of the same blobs waits as long as a request without an answer may arrive."""
+    inner, later = snapshot(original), snapshot(original)
+    publish(later, LAST + 1, LAST + 1)
+    doomed = keys.blob(one_blob(later, LAST + 1))
+    inner.put(doomed, later.get(doomed, limit=LIMIT))
+    bucket = FaultyBucket(inner)
+    bucket.postpone("delete", doomed)
+    found = prune(bucket, read_run(inner), cutoff=LAST, grace_s=0)
+    assert doomed in found.blobs
+    assert bucket.operations.count(("delete", doomed)) == 2
+    assert not inner.exists(doomed)
+    now = [0.0]
+    real = intents.store_clock
+    monkeypatch.setattr(
+        intents, "store_clock", lambda bucket: real(bucket) + timedelta(seconds=now[0])
+    )
+
+    def sleep(seconds):
+        now[0] += 100.0
+        if now[0] > intents.INTENT_S + intents.MARGIN_S - 200:
+            bucket.deliver()  # As late as it can.
+
+    monkeypatch.setattr(intents, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
+    publish(inner, LAST + 1, LAST + 1)
+    bucket.deliver()
+    assert_whole(inner, LAST + 1)
+
+
+@pytest.mark.parametrize(
+    ("url", "seconds"),
+    [
+        ("memory://", 300),
+        ("s3://b/r", 1800),
+        ("s3a://b/r", 1800),
+        ("gs://b", 3600),
+        ("az://b", 5400),
+    ],
+)
+def test_how_long_an_unanswered_deletion_may_still_arrive(url, seconds):
+    bucket = SimpleNamespace(url=url, local=url == "memory://")
+    assert intents.margin_s(bucket) == seconds
+
+
+def test_retention_sees_each_attempt_to_delete_below_any_layers(original):
+    """Also where the bucket that repeats requests is wrapped by another one."""
+    bucket = FaultyBucket(snapshot(original))
+    bucket.fail("delete", f"{keys.BLOBS}*", at=1)
+    prune(MeteredBucket(RetryingBucket(bucket)), read_run(bucket), cutoff=LAST, grace_s=0)
+    assert bucket.inner.list(keys.DELETION_INTENTS), "an attempt got no answer"
+
+
+def test_an_intent_goes_at_once_if_every_deletion_was_answered(original):
+    bucket = FaultyBucket(snapshot(original))
+    prune(bucket, read_run(bucket), cutoff=LAST, grace_s=0)
+    assert not bucket.inner.list(keys.DELETION_INTENTS)
+
+
+def test_an_intent_goes_if_what_is_needed_cannot_be_read(original, monkeypatch):
+    """No deletion has begun, so no writer needs to wait."""
+    monkeypatch.setattr(FaultyBucket, "poll_s", 0.0)
+    bucket = FaultyBucket(snapshot(original))
+    before = bucket.list(keys.BLOBS)
+    bucket.pause(
+        "put",
+        f"{keys.DELETION_INTENTS}*",
+        wait=lambda: bucket.inner.put(keys.manifest(LAST + 1), b"junk"),
+    )
+    with pytest.raises(UnreadableError, match="so nothing more was deleted"):
+        prune(bucket, read_run(bucket), cutoff=LAST, grace_s=0)
+    assert bucket.list(keys.BLOBS) == before
+    assert not bucket.inner.list(keys.DELETION_INTENTS)
 
 
 def test_many_blobs_are_deleted_in_batches(original, monkeypatch):
