@@ -10,7 +10,8 @@ Concurrency, for one further precision::
 A line's version is a function of the run's version of the same number and of the scales of the
 line's version before. It is committed after the run's, and before the run's next one: wherever a
 process is killed, a line lacks its newest version at most. The next trainer makes that one from the
-run's version, to the bits that would have been there, so no version stays without the other.
+run's version, to the bits that would have been there, so no version stays without the other. Where
+the run skips a number, because an object that cannot be read occupies it, its lines skip it too.
 
 Nothing is quantized, encoded or requested while the trainer waits, unless a step takes less time
 than all of that. Ranks exchange the peaks of shared blocks over a process group for each line.
@@ -41,6 +42,7 @@ from deltawire.sync import (
     ShardPublisher,
     load_mirror,
     newest_readable,
+    read_history,
     read_run,
 )
 from deltawire.sync.follow.mirror import Mirror
@@ -121,8 +123,9 @@ class Publication:
         wanted = self.source.continued()
         mirror = load_mirror(self.bucket, self.run, at=held, wanted=wanted)
         self.source.continue_from(mirror)
-        for version in range(held + 1, self._main.version + 1):
-            self._make(version, self._at(version))
+        for manifest in read_history(self._upper, self._upper_run, after=held):
+            if manifest.version <= self._main.version:
+                self._make(manifest.version, self._at(manifest.version))
 
     def _at(self, version: int) -> Mirror:
         """Returns this rank's ranges of the run's version."""
@@ -161,6 +164,8 @@ class Publication:
         bits.touched(sum(one.nbytes for one in bits.tensors.values()))
         if committed is not None:
             committed.result()
+        if self._publisher.next_version < version:
+            self._publisher.skip_to(version)  # The run skipped these numbers.
         if self._publisher.next_version != version:
             raise InputError(
                 f"line {self.exporter} would publish version {self._publisher.next_version}, the "

@@ -105,22 +105,12 @@ def test_a_publisher_on_disk_publishes_the_same(trained, tmp_path, monkeypatch):
 def test_a_kill_between_two_publications_leaves_no_version_without_the_other(
     trained, tmp_path, monkeypatch
 ):
-    """The process ends after each commit of the run's, before those of the lines."""
     bucket = start(tmp_path)
-    own = publications.Publication._make
-
-    def die(self, version, bits, committed=None):
-        if committed is None:  # A version that the last process did not make.
-            own(self, version, bits)
-            return
-        committed.result()
-        raise InputError("killed")
-
     for version in range(1, VERSIONS + 1):
-        monkeypatch.setattr(publications.Publication, "_make", die)
+        undo = die_after_the_commit(monkeypatch)
         with pytest.raises(InputError, match="killed"):
             train(bucket, to=version)
-        monkeypatch.setattr(publications.Publication, "_make", own)
+        undo()
         assert newest_version(bucket) == version
         for exporter in ALSO:
             assert newest_version(line_bucket(bucket, exporter)) == version - 1
@@ -132,6 +122,51 @@ def test_a_kill_between_two_publications_leaves_no_version_without_the_other(
     for exporter in ALSO:
         assert digests(line_bucket(bucket, exporter)) == digests(line_bucket(trained, exporter))
     assert main(["fsck", bucket.url]) == 0
+
+
+def die_after_the_commit(monkeypatch):
+    """The process ends after each commit of the run's, before those of the lines."""
+    own = publications.Publication._make
+
+    def die(self, version, bits, committed=None):
+        if committed is None:  # A version that the last process did not make.
+            own(self, version, bits)
+            return
+        committed.result()
+        raise InputError("killed")
+
+    monkeypatch.setattr(publications.Publication, "_make", die)
+    return lambda: monkeypatch.setattr(publications.Publication, "_make", own)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_lines_skip_the_numbers_that_the_run_skips(tmp_path, monkeypatch, killed):
+    """An object that cannot be read occupies a number of the run, which goes on at the next."""
+    bucket = start(tmp_path)
+    train(bucket, to=1)
+    bucket.put(keys.manifest(2), b"junk")
+    if killed:
+        undo = die_after_the_commit(monkeypatch)
+        with pytest.raises(InputError, match="killed"):
+            train(bucket)
+        assert newest_version(bucket) == 3
+        undo()
+    train(bucket)
+    for place in (bucket, *(line_bucket(bucket, one) for one in ALSO)):
+        history = list(read_history(place, require_run(place)))
+        assert [(one.version, one.base) for one in history] == [(1, 0), (3, 1)]
+    run, config = open_run(bucket)
+    for exporter in ALSO:
+        line = line_bucket(bucket, exporter)
+        model = open_policy_model(bucket, run, config)
+        open_source("bf16", model).restore(load_mirror(bucket, run, at=3))
+        twin = open_source(exporter, model)
+        twin.continue_from(load_mirror(line, require_run(line), at=1))
+        tensors = twin.tensors()
+        held = load_mirror(line, require_run(line), at=3)
+        for spec in twin.specs():
+            bits = tensors[spec.name].reshape(-1).view(torch.uint8).numpy()
+            assert (held.tensors[spec.name].view("u1") == bits).all(), spec.name
 
 
 def test_a_line_that_lacks_several_versions_is_completed(trained, tmp_path):

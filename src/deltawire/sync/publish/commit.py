@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, FencedError, InputError, RetryError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, check_create_if_absent
+from deltawire.sync.chain.evidence import Sound, Unknown, evidence_of
 from deltawire.sync.chain.objects import (
     check_signer,
     check_size,
@@ -246,6 +248,13 @@ class VersionWriter:
             else:
                 break
 
+    def skip_to(self, version: int) -> None:
+        """Takes ``version`` as the next number. Those before it belong to no version of the run
+        whose numbers this one follows."""
+        if self.first or version < self.next_version:
+            raise BugError(f"version {version} cannot follow {self.baseline.version}")
+        self._skipped = version - self.baseline.version - 1
+
     def check_metadata(self, metadata: dict[str, Any] | None) -> dict[str, Any]:
         """Returns ``metadata``; raises `InputError` if it is larger than readers accept."""
         found = metadata or {}
@@ -401,13 +410,19 @@ class VersionWriter:
         return manifest, data
 
     def find(self, version: int) -> Manifest | None:
-        """Reads the manifest at a version, None if there is none; reads again after a damaged
-        response.
+        """Reads the manifest at a version, None if there is none.
+
+        Raises `CorruptError` for an object that no connection delivers whole: the number is then
+        skipped, so that nothing that is stored there can end the run.
         """
+        read = partial(read_manifest, self.bucket, self.run, version)
         try:
-            return read_manifest(self.bucket, self.run, version)
+            return read()
         except CorruptError:
-            return read_manifest(self.bucket, self.run, version)
+            found = evidence_of(self.bucket, keys.manifest(version), read)
+        if isinstance(found, Unknown):
+            raise found.error
+        return found.value if isinstance(found, Sound) else None
 
     def check_run(self) -> None:
         """Checks that the bucket still describes this run: readers need it.

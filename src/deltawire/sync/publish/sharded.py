@@ -273,6 +273,12 @@ class ShardPublisher:
             return max(self._submitted + 1, self._writer.next_version)
         return self._writer.next_version
 
+    def skip_to(self, version: int) -> None:
+        """Makes ``version`` the number of the next `publish`, for a run that has the numbers of
+        another one. First waits for the version in progress and raises its error."""
+        self.flush()
+        self._writer.skip_to(version)
+
     def publish(
         self,
         shards: Mapping[str, Any],
