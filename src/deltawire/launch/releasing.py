@@ -170,7 +170,8 @@ class Releaser:
         number, after = self._searched
         if number != decision.number:
             after = max(decision.candidate.version, decision.serving.version)
-        for manifest in read_history(self._bucket, self._run, after=after):
+        # A newest version that cannot be read now is searched again by the next call.
+        for manifest in read_history(self._bucket, self._run, after=after, complete=False):
             version = manifest.version
             found = RestoreRecord.of(manifest.metadata, run=self._bucket.url, version=version)
             if found is not None and found.decision == decision.number:

@@ -31,7 +31,7 @@ def read_segment(bucket: Bucket, key: str) -> list[Event] | None:
     try:
         data = bucket.get(key, limit=MAX_SEGMENT_BYTES)
     except CorruptError:
-        return []
+        return []  # A view goes without these events; nothing is deleted for it.
     return None if data is None else own_events(keys.stream_of(key) or "", data)
 
 

@@ -132,7 +132,7 @@ class Fleet:
         try:
             return check_heartbeat(self._bucket, keys.heartbeat(name), name)
         except CorruptError as error:
-            return error
+            return error  # The heartbeat before remains valid: see `poll`.
 
     def forget(self, name: str) -> None:
         """Drops a process whose heartbeat was removed."""
@@ -201,7 +201,7 @@ def known_trainer(bucket: Bucket) -> TrainerStatus | None:
     try:
         return read_trainer(bucket)
     except SignatureError:
-        return None
+        return None  # Its callers ask again, and create what they may not replace.
 
 
 def next_epoch(bucket: Bucket, run: Run, version: int) -> int:
@@ -227,7 +227,7 @@ def read_trainer(bucket: Bucket) -> TrainerStatus | None:
             return None
         try:
             return decode_json(data, TrainerStatus, run=bucket.url, key=keys.TRAINER)
-        except CorruptError:
+        except CorruptError:  # Only the answer may be damaged: it is asked for again.
             if attempt == READS - 1:
                 raise
     return None

@@ -207,7 +207,7 @@ def read_heartbeat(bucket: Bucket, process: str) -> Heartbeat | None:
     try:
         return check_heartbeat(bucket, keys.heartbeat(process), process)
     except CorruptError:
-        return None
+        return None  # No sign of life yet: one answer decides nothing (see `Liveness`).
 
 
 def read_tombstone(bucket: Bucket, process: str) -> Heartbeat | None:
@@ -217,7 +217,7 @@ def read_tombstone(bucket: Bucket, process: str) -> Heartbeat | None:
     try:
         return check_heartbeat(bucket, keys.tombstone(process), process)
     except CorruptError:
-        return None
+        return None  # The lease is then the lowest free one, which is created, never replaced.
 
 
 def impatient(bucket: Bucket) -> Bucket:

@@ -18,6 +18,7 @@ import time
 
 from deltawire.errors import CorruptError, FencedError, SignatureError
 from deltawire.store import Bucket
+from deltawire.sync.chain.evidence import Unknown, evidence_of
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json
 from deltawire.wire.status import MAX_STATUS_BYTES, Heartbeat
@@ -65,7 +66,7 @@ class Lease:
         try:
             return self._bucket.get(self._key, limit=MAX_NONCE) == self._nonce
         except SignatureError:
-            return False
+            return False  # The next number is tried: two leases of one process harm nothing.
 
     @property
     def fresh(self) -> bool:
@@ -109,13 +110,10 @@ class Lease:
         return False
 
     def _is_foreign(self, bucket: Bucket, key: str) -> bool:
-        try:
-            bucket.get(key, limit=MAX_NONCE)
-        except SignatureError:
-            return True
-        except CorruptError:  # In an unsigned run any object counts as a lease.
-            return False
-        return False
+        found = evidence_of(bucket, key, lambda: bucket.get(key, limit=MAX_NONCE))
+        # In an unsigned run any object counts as a lease. In a signed one, an object that no
+        # connection delivers with a signature is nobody's, or anyone could end this process.
+        return isinstance(found, Unknown) and isinstance(found.error, SignatureError)
 
     def _newest_holder(self, bucket: Bucket) -> int:
         """Returns the highest lease number of the name, according to its leases and last
@@ -129,6 +127,7 @@ class Lease:
                 break
         for key in (keys.heartbeat(self._name), keys.tombstone(self._name)):
             with contextlib.suppress(CorruptError):
+                # The leases that are left decide; a heartbeat only adds to them.
                 if data := bucket.get(key, limit=MAX_STATUS_BYTES):
                     numbers.append(decode_json(data, Heartbeat, run=bucket.url, key=key).lease)
         return max(numbers)

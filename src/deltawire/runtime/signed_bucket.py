@@ -277,7 +277,7 @@ class SignedBucket(DelegatingBucket):
         try:
             known = self._with(trust, role, key)
             found = open_bytes(data, trust=known, key=key, role=role, now=now)
-        except SignatureError:
+        except SignatureError:  # Nothing is accepted: the newest grant decides, or it is raised.
             if not self._is_due(role):
                 raise
             known = self._with(trust, role, key, again=True)  # The role may have a new key.
@@ -320,6 +320,7 @@ class SignedBucket(DelegatingBucket):
                 try:
                     found = decode_grant(data, role, trust=trust)
                 except CorruptError as error:
+                    # The grant before stays in force; without one, nothing is read.
                     if before is None:
                         raise SignatureError(
                             error.message, hint=error.hint, run=self.url, key=keys.role(role)
@@ -362,7 +363,7 @@ class SignedBucket(DelegatingBucket):
             check_signature(data, public_key=trust.owner, verify=verify, run=self.url, key=key)
             times = decode_json(data, _Times, run=self.url, key=key)
         except CorruptError:
-            return
+            return  # What is not noted refuses less; the object's reader checks it itself.
         if times.run != trust.run_id:
             return
         with state.lock:
@@ -432,6 +433,7 @@ def grant_role(
     data = bucket.get(key, limit=MAX_GRANT_BYTES)
     before = None
     with contextlib.suppress(CorruptError):
+        # Granting again replaces it by the owner's newer one, which is what was asked for.
         before = None if data is None else decode_grant(data, role, trust=trust)
     if before is not None and before.public_key == public_key:
         return before

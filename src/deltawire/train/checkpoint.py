@@ -262,6 +262,7 @@ def load_checkpoint(
         try:
             commit: Commit | None = _load(bucket, state, version, run=run)
         except CorruptError:
+            # From an older state, the same steps are computed again to the same bits.
             commit = None
         failed = commit is None
         if mesh is not None:

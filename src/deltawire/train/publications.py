@@ -123,9 +123,9 @@ class Publication:
         wanted = self.source.continued()
         mirror = load_mirror(self.bucket, self.run, at=held, wanted=wanted)
         self.source.continue_from(mirror)
-        for manifest in read_history(self._upper, self._upper_run, after=held):
-            if manifest.version <= self._main.version:
-                self._make(manifest.version, self._at(manifest.version))
+        newest = self._main.version
+        for manifest in read_history(self._upper, self._upper_run, after=held, to=newest):
+            self._make(manifest.version, self._at(manifest.version))
 
     def _at(self, version: int) -> Mirror:
         """Returns this rank's ranges of the run's version."""

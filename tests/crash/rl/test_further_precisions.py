@@ -153,7 +153,7 @@ def test_lines_skip_the_numbers_that_the_run_skips(tmp_path, monkeypatch, killed
         undo()
     train(bucket)
     for place in (bucket, *(line_bucket(bucket, one) for one in ALSO)):
-        history = list(read_history(place, require_run(place)))
+        history = list(read_history(place, read_run(place)))
         assert [(one.version, one.base) for one in history] == [(1, 0), (3, 1)]
     run, config = open_run(bucket)
     for exporter in ALSO:
@@ -161,9 +161,9 @@ def test_lines_skip_the_numbers_that_the_run_skips(tmp_path, monkeypatch, killed
         model = open_policy_model(bucket, run, config)
         open_source("bf16", model).restore(load_mirror(bucket, run, at=3))
         twin = open_source(exporter, model)
-        twin.continue_from(load_mirror(line, require_run(line), at=1))
+        twin.continue_from(load_mirror(line, read_run(line), at=1))
         tensors = twin.tensors()
-        held = load_mirror(line, require_run(line), at=3)
+        held = load_mirror(line, read_run(line), at=3)
         for spec in twin.specs():
             bits = tensors[spec.name].reshape(-1).view(torch.uint8).numpy()
             assert (held.tensors[spec.name].view("u1") == bits).all(), spec.name

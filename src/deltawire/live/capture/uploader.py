@@ -113,6 +113,7 @@ class SpoolUploader(threading.Thread):
         try:
             rows = stream.spool.read(number)
         except CorruptError as error:
+            # A local file, which is kept under another name: nothing of it is lost.
             self.damaged += 1
             stream.spool.set_aside(number)
             self._report(error.message)

@@ -234,6 +234,7 @@ class _LiveExchange:
         except aiohttp.ClientConnectorError:
             raise
         except (aiohttp.ClientError, TimeoutError, CorruptError) as error:
+            # The answer of a replica, not an object: the user's connection ends, and it is counted.
             self._recorder.counts["broken"] += 1
             if request.transport is not None and not request.transport.is_closing():
                 await self._failed(type(error).__name__)  # Else the client has left.

@@ -201,6 +201,7 @@ class LearnerLoop:
         self.link = TrainerLink(process.bucket, process.name, silence_s=config.faults.silence_s)
         self._started = 0
         process.heartbeat.worker = self._status
+        process.heartbeat.alarm = lambda: self.records.alarm
 
     def _begin(self, first: int) -> None:
         """Claims the answers of all lineages that were not released, and goes on at ``first``."""

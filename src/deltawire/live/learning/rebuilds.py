@@ -65,7 +65,9 @@ class ReleasedGroups:
         if self._read_to is None:
             candidate = first.serving if first.candidate is None else first.candidate
             self._read_to = max(first.serving.version, candidate.version)
-        for manifest in read_history(self._bucket, self._run, after=self._read_to):
+        # A newest version that cannot be read now is read by a later poll: nothing is released.
+        history = read_history(self._bucket, self._run, after=self._read_to, complete=False)
+        for manifest in history:
             version = manifest.version
             record = RestoreRecord.of(manifest.metadata, run=self._bucket.url, version=version)
             if record is not None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Set
-from contextlib import suppress
 
 from deltawire.errors import CorruptError
 from deltawire.live.forgotten import forgotten_users
 from deltawire.store import Bucket, in_parallel
-from deltawire.sync.chain.evidence import listed_twice, require_agreed, unreadable
+from deltawire.sync.chain.evidence import (
+    Sound,
+    evidence_of,
+    listed_twice,
+    require_agreed,
+    unreadable,
+)
 from deltawire.wire import keys
 from deltawire.wire.captures import (
     MAX_SEGMENT_BYTES,
@@ -29,7 +34,8 @@ class LiveRecords:
     """Answers by id, and the reports about each by their id.
 
     An answer or a report that two segments hold counts once: the first that was read. Rows of users
-    that were forgotten do not count. ``counts`` are totals of rows.
+    that were forgotten do not count. ``counts`` are totals of rows. Segments that cannot be read
+    are read again by each poll, and are the ``alarm``.
 
     Example::
 
@@ -45,11 +51,20 @@ class LiveRecords:
         self.counts: Counter[str] = Counter()
         self._bucket = bucket
         self._read: dict[str, str] = {}
+        self._unread: dict[str, tuple[str, type[Capture] | type[Feedback]]] = {}
+        """Listed segments that no poll could read yet."""
 
     def poll(self) -> int:
         """Reads new segments, and returns how many rows were new. Raises `RetryError`."""
         self.poll_forgotten()
         return self._poll(keys.LIVE_CAPTURES, Capture) + self._poll(keys.LIVE_FEEDBACK, Feedback)
+
+    @property
+    def alarm(self) -> str:
+        """Which segments cannot be read; empty if all could."""
+        if not self._unread:
+            return ""
+        return f"{len(self._unread)} segments of users cannot be read: {min(self._unread)}"
 
     def poll_forgotten(self) -> frozenset[str]:
         """Drops the rows of users who were forgotten, and returns those that are new. Raises
@@ -61,7 +76,11 @@ class LiveRecords:
         return gone
 
     def _poll(self, prefix: str, kind: type[Capture] | type[Feedback]) -> int:
-        found = 0
+        found = sum(
+            self._read_segment(key, *self._unread[key])
+            for key in list(self._unread)
+            if key.startswith(prefix)
+        )
         for gateway in self._bucket.list_prefixes(prefix):
             place = f"{prefix}{gateway}/"
             for key in self._bucket.list(place, after=self._read.get(place)):
@@ -70,17 +89,27 @@ class LiveRecords:
         return found
 
     def _read_segment(self, key: str, gateway: str, kind: type[Capture] | type[Feedback]) -> int:
+        """Reads a listed segment. One that cannot be read, or is not found, is read again by the
+        next polls: without it, answers would never be learned from."""
         number = keys.trailing_number(key)
+        if number is None:
+            return 0
         try:
             data = self._bucket.get(key, limit=MAX_SEGMENT_BYTES)
-            if data is None or number is None:
+            if data is None:
+                if key in self._unread and not self._bucket.is_listed(key):
+                    self._unread.pop(key)
+                else:
+                    self._unread[key] = gateway, kind
                 return 0
             rows = decode_segment(
                 data, kind, gateway=gateway, number=number, run=self._bucket.url, key=key
             )
         except CorruptError:
-            self.counts["damaged_segments"] += 1
+            # Nothing is deleted or consumed for it: it waits, and is the alarm.
+            self._unread[key] = gateway, kind
             return 0
+        self._unread.pop(key, None)
         return sum(self._add(row) for row in rows)
 
     def _add(self, row: Capture | Feedback) -> bool:
@@ -108,12 +137,17 @@ class LiveRecords:
 
 
 def read_lineages(bucket: Bucket) -> list[Lineage]:
-    """Reads all lineages of a run, by worker and number; damaged ones are left out."""
-    found = []
+    """Reads all lineages of a run, by worker and number; those that no connection delivers whole
+    are left out, since otherwise any writer could stop every learner."""
+    found: list[Lineage] = []
     for key in bucket.list(keys.LIVE_LINEAGE):
-        with suppress(CorruptError):  # Otherwise any writer could stop every learner.
+
+        def read(key: str = key) -> list[Lineage] | None:
             data = bucket.get(key, limit=MAX_LINEAGE_BYTES)
-            found += _lineages_of(bucket, key, data)
+            return None if data is None else _lineages_of(bucket, key, data)
+
+        evidence = evidence_of(bucket, key, read)
+        found += evidence.value if isinstance(evidence, Sound) else []
     return found
 
 
@@ -127,7 +161,7 @@ def require_lineages(bucket: Bucket) -> list[Lineage]:
         data = require_agreed(bucket, key, limit=MAX_LINEAGE_BYTES)
         try:
             return _lineages_of(bucket, key, data)
-        except CorruptError as error:
+        except CorruptError as error:  # Two answers agree: the object is no lineage.
             raise unreadable(bucket, key, error) from error
 
     listed = listed_twice(bucket, keys.LIVE_LINEAGE)

@@ -97,6 +97,7 @@ def read_shadow(bucket: Bucket, decision: Decision) -> list[ShadowCounts]:
                 continue
             state = decode_json(data, GatewayState, run=bucket.url, key=key)
         except CorruptError:
+            # Fewer copies count: the test holds at any number of them, and is repeated.
             continue
         counts = state.shadow
         fits = state.run == decision.run and key == keys.live_gateway(state.gateway)

@@ -176,6 +176,7 @@ def all_metadata(bucket: Bucket) -> Iterator[tuple[int, CommitMetadata]]:
     run = find_run(bucket)
     if run is None:
         return
-    for manifest in read_history(bucket, run, readers=READERS):
+    # An object above the newest version that can be read is no version to any reader.
+    for manifest in read_history(bucket, run, complete=False, readers=READERS):
         version = manifest.version
         yield version, CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)

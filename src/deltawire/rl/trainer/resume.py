@@ -224,7 +224,8 @@ class RecomputedStep:
 
 
 def next_committed(bucket: Bucket, run: Run, version: int) -> int | None:
-    """The number of the version after ``version``, None if there is none; raises `CorruptError`.
+    """The number of the version after ``version``, None if there is none; raises `CorruptError`,
+    and `UnreadableError` if that is unknown.
 
     Numbers that unreadable objects occupy are skipped.
     """
@@ -429,9 +430,7 @@ def skip_withdrawn(bucket: Bucket, run: Run, state: Resumed, *, newest: int) -> 
     """
     settled: list[CommitMetadata] = []
     last: tuple[int, CommitMetadata, RestoreRecord, int] | None = None
-    for manifest in read_history(bucket, run, after=state.version):
-        if manifest.version > newest:
-            break
+    for manifest in read_history(bucket, run, after=state.version, to=newest):
         metadata = CommitMetadata.of(manifest.metadata, run=bucket.url, version=manifest.version)
         settled.append(metadata)
         record = RestoreRecord.of(manifest.metadata, run=bucket.url, version=manifest.version)

@@ -13,12 +13,13 @@ and what they consumed stays consumed.
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from deltawire.errors import RetryError
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import Bucket
 from deltawire.sync import read_history, read_manifest
-from deltawire.sync.chain.evidence import listed_twice
+from deltawire.sync.chain.evidence import listed_twice, require_evidence
 from deltawire.train.checkpoint import (
     checkpoint_versions,
     keep_checkpoint,
@@ -88,9 +89,7 @@ class RollbackWatch:
         it: the withdrawn versions and what they consumed."""
         first = decision.serving.version + 1
         consumed: list[tuple[str, int]] = []
-        for manifest in read_history(self._bucket, self._run, after=first - 1):
-            if manifest.version > version:
-                break
+        for manifest in read_history(self._bucket, self._run, after=first - 1, to=version):
             if not manifest.pruned:
                 number = manifest.version
                 found = CommitMetadata.of(manifest.metadata, run=self._bucket.url, version=number)
@@ -121,10 +120,8 @@ class RollbackWatch:
         """Returns whether a version up to ``version`` has the record of this decision."""
         assert decision.candidate is not None
         after = max(decision.candidate.version, decision.serving.version)
-        for manifest in read_history(self._bucket, self._run, after=after):
+        for manifest in read_history(self._bucket, self._run, after=after, to=version):
             number = manifest.version
-            if number > version:
-                return False
             found = RestoreRecord.of(manifest.metadata, run=self._bucket.url, version=number)
             if found is not None and found.decision >= decision.number:
                 return True
@@ -134,7 +131,9 @@ class RollbackWatch:
         """Returns whether the version to restore has the digest that the decision states; gateways
         refuse such a decision too."""
         serving = decision.serving
-        manifest = read_manifest(self._bucket, self._run, serving.version)
+        read = partial(read_manifest, self._bucket, self._run, serving.version)
+        key = keys.manifest(serving.version)
+        manifest = require_evidence(self._bucket, key, read, so="the rollback waits")
         return manifest is not None and manifest.digest == serving.digest
 
     def _keep_states(self) -> None:

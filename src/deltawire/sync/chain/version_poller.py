@@ -21,7 +21,7 @@ from functools import partial
 from deltawire.errors import CorruptError, ResyncError
 from deltawire.store import Bucket, ObjectMeta
 from deltawire.store.worker_threads import WorkerThreads
-from deltawire.sync.chain.evidence import Absent, Unknown, evidence_of
+from deltawire.sync.chain.evidence import Absent, Sound, Unknown, evidence_of
 from deltawire.sync.chain.objects import (
     committed_objects,
     late_version,
@@ -287,9 +287,9 @@ def polls_between_listings(bucket: Bucket, held: int) -> int:
 def newest_readable(bucket: Bucket, run: Run) -> Manifest | None:
     """Returns the manifest of the newest version that can be read, None if nothing is committed.
 
-    Reads a damaged manifest twice before it falls back to an older version, because the store's
-    response may have been at fault. Raises `CorruptError` for the newest one if versions exist and
-    none can be read.
+    Reads a damaged manifest again, on other connections, before it falls back to an older version,
+    because the store's response may have been at fault. Raises `CorruptError` for the newest one if
+    versions exist and none can be read.
     """
     damage: CorruptError | None = None
     above: int | None = None
@@ -297,15 +297,12 @@ def newest_readable(bucket: Bucket, run: Run) -> Manifest | None:
         for version in sorted(committed_objects(bucket, newer_than=first - 1), reverse=True):
             if above is not None and version >= above:
                 continue
-            for _ in range(2):
-                try:
-                    manifest = read_manifest(bucket, run, version)
-                except CorruptError as error:
-                    damage = damage or error
-                    continue
-                if manifest is not None and not manifest.pruned:
-                    return manifest
-                break
+            read = partial(read_manifest, bucket, run, version)
+            found = evidence_of(bucket, keys.manifest(version), read)
+            if isinstance(found, Unknown):
+                damage = damage or found.error
+            if isinstance(found, Sound) and not found.value.pruned:
+                return found.value
         above = first
         if first == 0:
             break

@@ -230,7 +230,7 @@ class _Check:
             try:
                 return read(item)
             except CorruptError as error:
-                return error
+                return error  # It becomes a fault of the report; nothing is changed.
 
         readers = 1 if self.bucket.local else READERS
         with WorkerThreads(readers, thread_name_prefix="checker") as pool:
@@ -332,6 +332,7 @@ class _Check:
         try:
             step.blobs.extend(read_blobs(self.bucket, self.run, ref))
         except CorruptError as error:
+            # A fault of the report; nothing is changed.
             table = keys.blob(ref.table.blob) if ref.table.blob else key
             self._fault(self._level_of(step), table, stated.version, error.message)
             self._bad.add(table)
@@ -423,6 +424,7 @@ class _Check:
         try:
             action()
         except CorruptError as error:
+            # A fault of the report; nothing is changed.
             key, version = error.key or step.key, step.stated.version
             self._fault(self._level_of(step), key, version, error.message)
             self._bad.add(key)

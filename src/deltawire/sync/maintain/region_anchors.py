@@ -212,6 +212,7 @@ class RegionAnchors:
                     if target not in there and (done := self.store(target)) is not None:
                         self._finished.append(done)
                 except CorruptError as error:
+                    # The relay's report says so, and the next round makes the anchor.
                     failed = failed or error
                 if failed is None:
                     self._done = target
@@ -236,6 +237,7 @@ class RegionAnchors:
                 try:
                     mirror = self._mirror_at(stated)
                 except CorruptError as error:
+                    # The blobs are copied from the source instead, each checked by its name.
                     fault = str(error)
                 else:
                     by_blob: dict[str, list[Piece]] = {}
