@@ -52,7 +52,7 @@ def test_a_segment_that_an_answer_damaged_is_read_by_the_next_poll(damage):
 def test_one_damaged_answer_leaves_no_lineage_out():
     """Its answers would be grouped, and trained on, a second time."""
     bucket = FaultyBucket(open_bucket("memory://"))
-    put_rows(bucket, 0, [answer(1), answer(2)], [report(1), report(2)])
+    put_rows(bucket, 0, [answer(n) for n in range(1, 5)], [report(n) for n in range(1, 5)])
     records = LiveRecords(bucket)
     records.poll()
     made = LiveGroups(bucket, "live", GroupMaker(config_of(), records), first=0)
