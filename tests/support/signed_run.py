@@ -8,6 +8,7 @@ from deltawire import codec
 from deltawire.runtime.signed_bucket import SignedBucket, grant_role
 from deltawire.store import open_bucket
 from deltawire.sync import Mirror, Publisher, create_run, load_mirror
+from deltawire.sync.chain.objects import committed_versions
 from deltawire.wire.roles import Pin
 from deltawire.wire.run import Run, TensorSpec
 from deltawire.wire.signing import Ed25519Signer
@@ -48,17 +49,20 @@ class SignedRun:
 
     def publish(self, version):
         """Publish a version, with a publisher whose threads end here."""
-        before = load_mirror(self.plain, self.run)
-        mirror = before or Mirror({"w": np.zeros(64, np.uint16)}, -1, codec.ZERO)
+        mirror = Mirror({"w": np.zeros(64, np.uint16)}, -1, codec.ZERO)
+        if committed_versions(self.plain):
+            mirror = load_mirror(self.plain, self.run)
         publisher = Publisher(
             self.plain, self.run, mirror, epoch=0, compaction_strides=(), signer=self.owner
         )
         publisher.publish({"w": np.full(64, version, np.uint16)})
         publisher.close()
 
-    def grant(self, role, signer):
-        key = signer.public_key
-        return grant_role(self.plain, self.owner, run_id=self.run.id, role=role, public_key=key)
+    def grant(self, role, signer, *, bucket=None, revoke=False):
+        return grant_role(
+            bucket or self.plain, self.owner, run_id=self.run.id, role=role,
+            public_key=signer.public_key, revoke=revoke,
+        )  # fmt: skip
 
     def bucket(self, role="", *, signer=None, pinned=True, **options):
         """The bucket of a process in ``role``, or of a reader."""

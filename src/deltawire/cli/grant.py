@@ -25,6 +25,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--key", required=True, metavar="FILE", help="the private key of the run's owner"
     )
+    parser.add_argument(
+        "--revoke",
+        action="store_true",
+        help="the earlier key was stolen: what it signed is void too (else gateways' answers and "
+        "decisions stay valid)",
+    )
     add_json(parser)
 
 
@@ -33,7 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.launch.role_keys import grant_by_owner
 
     pin = grant_by_owner(
-        arguments.run, arguments.role, arguments.granted, owner=Path(arguments.key)
+        arguments.run,
+        arguments.role,
+        arguments.granted,
+        owner=Path(arguments.key),
+        revoke=arguments.revoke,
     )
     body = {"run": arguments.run, "role": arguments.role, "public_key": str(pin)}
     text = f"{arguments.role} may sign; start it with --key FILE --public-key {pin}"

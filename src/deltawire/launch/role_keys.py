@@ -34,8 +34,12 @@ def read_signer(path: str) -> Signer | None:
     return Ed25519Signer.read(Path(path))
 
 
-def grant_by_owner(location: str, role: str, public_key: str, *, owner: Path) -> Pin:
+def grant_by_owner(
+    location: str, role: str, public_key: str, *, owner: Path, revoke: bool = False
+) -> Pin:
     """Lets ``public_key`` sign in ``role`` of the run at ``location``; returns the run's pin.
+
+    With ``revoke`` what earlier keys of the role signed is void.
 
     Raises `InputError` for an invalid role or key, or if there is no run.
     """
@@ -51,7 +55,9 @@ def grant_by_owner(location: str, role: str, public_key: str, *, owner: Path) ->
     granted = Pin.parse(public_key)
     signer, bucket = Ed25519Signer.read(owner), open_bucket(location)
     run = read_run(RetryingBucket(bucket), public_key=signer.public_key)
-    grant_role(bucket, signer, run_id=run.id, role=role, public_key=granted.public_key)
+    grant_role(
+        bucket, signer, run_id=run.id, role=role, public_key=granted.public_key, revoke=revoke
+    )
     return Pin(signer.public_key, run.id)
 
 

@@ -27,16 +27,19 @@ from time import monotonic
 import msgspec
 
 from deltawire.errors import CorruptError, InputError, SignatureError
+from deltawire.runtime.grant_log import EarlierKey, earlier_keys, log_grant, read_grants
 from deltawire.runtime.highest_version import HighestVersion
 from deltawire.store import Bucket, DelegatingBucket, RetryingBucket
 from deltawire.sync.chain.objects import committed_versions, find_run
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json
 from deltawire.wire.roles import (
+    GATEWAY_ROLE,
     MAX_GRANT_BYTES,
     MAX_SIGNATURE_BYTES,
     Pin,
     RoleGrant,
+    SignedBytes,
     Trust,
     check_age,
     decode_grant,
@@ -88,6 +91,8 @@ class _State:
     trust: Trust | None = None
     unsigned: bool = False
     grants: dict[str, _KnownGrant] = field(default_factory=dict)
+    earlier: dict[str, tuple[str, list[EarlierKey]]] = field(default_factory=dict)
+    """By role, its key now and those that it had before."""
     signed_at: dict[str, float] = field(default_factory=dict)
     upper: SignedBucket | None = None
     """The run that a line belongs to, whose grants count."""
@@ -277,11 +282,10 @@ class SignedBucket(DelegatingBucket):
         try:
             known = self._with(trust, role, key)
             found = open_bytes(data, trust=known, key=key, role=role, now=now)
-        except SignatureError:  # Nothing is accepted: the newest grant decides, or it is raised.
-            if not self._is_due(role):
+        except SignatureError:  # Nothing is accepted: a newer or an earlier grant decides.
+            if not self._is_due(role) and not _outlives_its_key(key, role):
                 raise
-            known = self._with(trust, role, key, again=True)  # The role may have a new key.
-            found = open_bytes(data, trust=known, key=key, role=role, now=now)
+            found = self._open_again(data, trust, key, role, now)
         if key == keys.TRAINER:
             check_age(found.signed_at, state.max_age_s, run=self.url, key=key, now=now)
         if key.startswith(REPLACED):
@@ -295,6 +299,43 @@ class SignedBucket(DelegatingBucket):
                     )
                 state.signed_at[key] = found.signed_at
         return found.data
+
+    def _open_again(
+        self, data: bytes, trust: Trust, key: str, role: str, now: float
+    ) -> SignedBytes:
+        """Opens an object whose signature is not by the key that the role was known to have: the
+        role may have a new key, or the object an earlier one's signature."""
+        known = self._with(trust, role, key, again=self._is_due(role))
+        try:
+            return open_bytes(data, trust=known, key=key, role=role, now=now)
+        except SignatureError:  # Nothing is accepted that no key of the log signed.
+            if not _outlives_its_key(key, role):
+                raise
+            for earlier in self._earlier(trust, role):
+                at = replace(trust, grants={role: earlier.public_key})
+                with contextlib.suppress(SignatureError):
+                    found = open_bytes(data, trust=at, key=key, role=role, now=now)
+                    if earlier.signs(key, found.signed_at):
+                        return found
+            raise
+
+    def _earlier(self, trust: Trust, role: str) -> list[EarlierKey]:
+        """Returns the keys that a role had before; none if its log is damaged."""
+        state = self._state
+        if state.upper is not None and (above := state.upper.trust) is not None:
+            return state.upper._earlier(above, role)
+        with state.lock:
+            cached, grant = state.earlier.get(role), state.grants[role].grant
+        if grant is None:
+            return []
+        if cached is None or cached[0] != grant.public_key:
+            try:
+                found = earlier_keys(read_grants(self.inner, role, trust=trust), grant)
+            except CorruptError:  # The log is read again for the next object; this one is void.
+                return []
+            with state.lock:
+                cached = state.earlier[role] = (grant.public_key, found)
+        return cached[1]
 
     def _with(self, trust: Trust, role: str, key: str, *, again: bool = False) -> Trust:
         return replace(trust, grants={role: self._granted(trust, role, key, again=again)})
@@ -411,6 +452,12 @@ class SignedBucket(DelegatingBucket):
         return self._state.allow_rollback
 
 
+def _outlives_its_key(key: str, role: str) -> bool:
+    """Returns whether an object stays valid when its role gets another key: gateways create it once
+    and it is read for as long as the run exists."""
+    return role == GATEWAY_ROLE and not key.startswith(keys.LIVE_GATEWAYS)
+
+
 def signing(bucket: Bucket) -> SignedBucket | None:
     """Returns the layer of a bucket that signs and checks; None if it has none."""
     layer = bucket
@@ -422,11 +469,19 @@ def signing(bucket: Bucket) -> SignedBucket | None:
 
 
 def grant_role(
-    bucket: Bucket, owner: Signer, *, run_id: str, role: str, public_key: str
+    bucket: Bucket,
+    owner: Signer,
+    *,
+    run_id: str,
+    role: str,
+    public_key: str,
+    revoke: bool = False,
 ) -> RoleGrant:
     """Lets ``public_key`` sign in ``role`` from now on, and no other key, signed by the owner.
 
-    Keeps an existing grant of the same key. Returns the grant.
+    Keeps an existing grant of the same key. With ``revoke``, what earlier keys of the role signed
+    is void too, as after a theft; else it stays valid (`deltawire.runtime.grant_log`). Returns the
+    grant.
     """
     bucket = RetryingBucket.over(bucket)
     key, trust = keys.role(role), Trust(run_id, owner.public_key, {}, verify, run=bucket.url)
@@ -438,8 +493,19 @@ def grant_role(
     if before is not None and before.public_key == public_key:
         return before
     after = 0.0 if before is None else before.granted_at + 1e-3
+    decisions = 0
+    if role == GATEWAY_ROLE and before is not None:
+        made = map(keys.trailing_number, bucket.list(keys.LIVE_DECISIONS))
+        decisions = max((number + 1 for number in made if number is not None), default=0)
     grant = RoleGrant(
-        run=run_id, role=role, public_key=public_key, granted_at=max(time.time(), after)
+        run=run_id,
+        role=role,
+        public_key=public_key,
+        granted_at=max(time.time(), after),
+        decisions=decisions,
+        revokes=revoke,
     )
+    # Logged before it counts: a key that signs is always in the log.
+    log_grant(bucket, grant, before, signer=owner, trust=trust)
     bucket.put(key, encode_grant(grant, signer=owner))
     return grant

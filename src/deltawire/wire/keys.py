@@ -239,6 +239,11 @@ def role(name: str) -> str:
     return f"{ROLES}{word}{'-' + _checked(worker) if worker else ''}.json"
 
 
+def grant(role_name: str, number: int) -> str:
+    """Returns the key of the ``number``-th grant that a role was given."""
+    return f"{role(role_name).removesuffix('.json')}/{_number(number)}.json"
+
+
 def events(stream: str, segment: int) -> str:
     """Returns the key of one segment of a stream of events."""
     return f"{EVENTS}{_checked(stream)}/{_number(segment)}.jsonl"

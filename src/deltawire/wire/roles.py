@@ -27,6 +27,7 @@ from msgspec import Meta
 from deltawire.errors import CorruptError, InputError, SignatureError
 from deltawire.wire import keys
 from deltawire.wire.objects import FORMAT
+from deltawire.wire.payload import Index
 from deltawire.wire.run import Hash, Identity, PublicKey, Run, Size
 from deltawire.wire.seal import OWNER, Signer, Verifier, check_signature, seal, unseal
 
@@ -104,13 +105,19 @@ class RoleGrant(
 ):
     """The object at ``roles/<role>.json``: the key that may sign in ``role``.
 
-    Of two grants of a role the one with the later ``granted_at`` (seconds since 1970) counts.
+    Of two grants of a role the one with the later ``granted_at`` (seconds since 1970) counts. The
+    log of a role's grants, ``roles/<role>/<number>.json``, has each of them, with the hash of the
+    one before in ``previous``. There were ``decisions`` decisions when it was given: the keys
+    before signed only those. If it ``revokes``, the keys before count for nothing any more.
     """
 
     run: Identity
     role: Annotated[str, Meta(max_length=96)]
     public_key: PublicKey
     granted_at: float = 0.0
+    decisions: Index = 0
+    revokes: bool = False
+    previous: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
 
 class _Statement(
@@ -202,14 +209,14 @@ class Trust:
         return found
 
 
-def encode_grant(grant: RoleGrant, *, signer: Signer) -> bytes:
-    """Encodes the object at `keys.role`, signed by the run's owner."""
-    return seal(grant, key=keys.role(grant.role), signer=signer)
+def encode_grant(grant: RoleGrant, *, signer: Signer, key: str = "") -> bytes:
+    """Encodes the object at ``key`` (by default `keys.role`), signed by the run's owner."""
+    return seal(grant, key=key or keys.role(grant.role), signer=signer)
 
 
-def decode_grant(data: bytes, role: str, *, trust: Trust) -> RoleGrant:
+def decode_grant(data: bytes, role: str, *, trust: Trust, key: str = "") -> RoleGrant:
     """Parses a grant and checks that the run's owner gave it; raises `CorruptError`."""
-    key = keys.role(role)
+    key = key or keys.role(role)
     grant = unseal(data, RoleGrant, run=trust.run, key=key, what="grant")
     _check_signed(data, trust, key, OWNER)
     if (grant.run, grant.role) != (trust.run_id, role):
