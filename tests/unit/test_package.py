@@ -175,6 +175,7 @@ FLAGS = {
         "--name",
         "--parameters",
         "--frozen-head",
+        "--stable-reinforce",
         "--host",
         "--port",
         "--token-file",

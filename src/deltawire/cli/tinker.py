@@ -34,6 +34,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="with --parameters lora: accept train_unembed=True, and leave the head frozen; for a "
         "model that ties it to the embedding",
     )
+    # Those that are 0 where the advantage is: recipes fill prompts with zeros.
+    parser.add_argument(
+        "--stable-reinforce",
+        choices=("importance_sampling", "ppo", "cispo"),
+        default="",
+        help="compute this loss where a client asks for stable_reinforce, the default of most "
+        "recipes, which has no public formula (default: refuse it)",
+    )
     add_address(parser, port=8600)
     add_token_file(parser)
     add_tls(parser)
@@ -61,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         names=tuple(arguments.name),
         parameters=arguments.parameters,
         frozen_head=arguments.frozen_head,
+        stable_reinforce=arguments.stable_reinforce,
         host=arguments.host,
         port=arguments.port,
         token_file=arguments.token_file,

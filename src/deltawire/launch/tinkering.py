@@ -29,6 +29,7 @@ class TinkerLaunch:
     names: tuple[str, ...] = ()
     parameters: str = "full"
     frozen_head: bool = False
+    stable_reinforce: str = ""
     host: str = "127.0.0.1"
     port: int = 8600
     token_file: str = ""
@@ -88,11 +89,15 @@ async def _serve(location: str, launch: TinkerLaunch, token: str, console: Conso
         names=launch.names,
         lora=launch.parameters == "lora",
         frozen_head=launch.frozen_head,
+        stable_reinforce=launch.stable_reinforce,
         models=launch.models,
         checkpoint_every=launch.checkpoint_every,
         ranks=launch.ranks,
         sampling=SamplerOptions(
-            engines=launch.samplers, slots=launch.slots, context=launch.context
+            engines=launch.samplers,
+            slots=launch.slots,
+            context=launch.context,
+            stability_info=bool(launch.stable_reinforce),
         ),
     )
     server = TinkerServer(open_bucket(location, create=True), options)

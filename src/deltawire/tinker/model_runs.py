@@ -23,12 +23,14 @@ class ModelOptions:
     """State that all models of a server share. ``directory`` is the base model; every
     ``checkpoint_every`` optimizer steps the state is stored, so that a restart repeats fewer.
     ``ranks`` processes compute for a model: one is the server itself, several are started for
-    each. ``frozen_head`` leaves the unembedding layer frozen, whatever a client asks for."""
+    each. ``frozen_head`` leaves the unembedding layer frozen, whatever a client asks for.
+    ``stable_reinforce`` is the loss that takes the place of the one with that name."""
 
     directory: Path
     checkpoint_every: int = 16
     ranks: int = 1
     frozen_head: bool = False
+    stable_reinforce: str = ""
 
 
 def config_of(record: ModelRecord, options: ModelOptions) -> RunConfig:

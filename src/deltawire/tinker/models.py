@@ -139,7 +139,7 @@ class HostedModel:
                     f"seq_id {number} of {self.record.id} is older than what is remembered",
                     hint="numbers count from 1; open a new training client",
                 )
-            found = await asyncio.to_thread(_decoded, kind, body)
+            found = await asyncio.to_thread(self._decoded, kind, body)
             await asyncio.to_thread(self._state.put_request, self.record.id, number, kind, body)
             queue.digests[number] = digest
             self._add(number, found)
@@ -309,7 +309,7 @@ class HostedModel:
             stored = await asyncio.to_thread(self._state.request, self.record.id, number)
             if stored is None:
                 continue
-            request = await asyncio.to_thread(_decoded, stored.kind, stored.body)
+            request = await asyncio.to_thread(self._decoded, stored.kind, stored.body)
             if number <= seen:
                 await self._work(number, request)
             else:
@@ -455,6 +455,13 @@ class HostedModel:
 
     # The methods below run in threads.
 
+    def _decoded(self, kind: str, body: bytes) -> TrainingRequest | RequestResult:
+        try:
+            found = requests.decode(kind, body)
+            return requests.with_known_loss(found, self._options.stable_reinforce)
+        except DeltawireError as error:
+            return RequestResult.of_error(error)
+
     def _start(self, number: int, request: TrainingRequest) -> _Call:
         client = self._client
         assert client is not None
@@ -544,13 +551,6 @@ def release_unused(state: ServerState, model: ModelRecord, gone: SaveRecord) -> 
     others = [one for one in state.saves(model.id) if one.kind == "weights"]
     if all(one.version != gone.version for one in others):
         release_checkpoint(open_bucket(state.run_url(model.folder)), gone.version)
-
-
-def _decoded(kind: str, body: bytes) -> TrainingRequest | RequestResult:
-    try:
-        return requests.decode(kind, body)
-    except DeltawireError as error:
-        return RequestResult.of_error(error)
 
 
 def _changes_nothing(request: TrainingRequest) -> bool:

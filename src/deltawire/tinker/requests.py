@@ -228,6 +228,7 @@ KINDS = ("forward_backward", *_JSON_KINDS)
 """The calls of `TrainingRequest`, by the last part of their path."""
 
 
+STABLE_REINFORCE = "stable_reinforce"
 REFUSED_CALLS = {
     "save_weights_external": (
         "every save is a version of a run in the bucket: deltawire pull writes it as a Hugging "
@@ -266,6 +267,21 @@ def decode(kind: str, body: bytes) -> TrainingRequest:
     request: TrainingRequest = read_json(body, _JSON_KINDS[kind])
     check(request)
     return request
+
+
+def with_known_loss(request: TrainingRequest, loss: str) -> TrainingRequest:
+    """Returns a request whose ``stable_reinforce``, the default of most recipes, is ``loss``.
+    Raises `InputError` if that is empty."""
+    if not isinstance(request, ForwardBackward) or request.loss_fn != STABLE_REINFORCE:
+        return request
+    if not loss:
+        raise InputError(
+            f"the loss {STABLE_REINFORCE!r} needs what only the hosted service records, and has no "
+            "public formula",
+            hint="choose importance_sampling, ppo, cispo, dro or gspo (loss_fn=… in recipes), or "
+            "start the server with --stable-reinforce LOSS",
+        )
+    return msgspec.structs.replace(request, loss_fn=loss)
 
 
 def address(kind: str, body: bytes) -> tuple[str, int]:
@@ -363,12 +379,6 @@ def _forward_backward(found: Any) -> ForwardBackward:
         raise InputError(
             f"a chunk of {size} bytes", hint=f"the client config allows {MAX_CHUNK_BYTES}"
         )
-    if found.loss_fn == "stable_reinforce":
-        raise InputError(
-            "the loss 'stable_reinforce' needs what only the hosted service records, and has no "
-            "public formula",
-            hint="choose importance_sampling, ppo, cispo, dro or gspo (loss_fn=… in recipes)",
-        )
     settings: dict[str, float | str] = dict(found.loss_fn_config)
     for name, value in found.loss_fn_config_v2.items():
         settings[name] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -462,15 +472,18 @@ def prompt_tokens(prompt: SamplePrompt) -> list[int]:
     return tokens
 
 
-def sampling_params(sample: SampleRequest, *, room: int) -> SamplingParams:
-    """Returns how to sample; ``room`` is how many tokens fit after the prompt. Raises `InputError`
-    for what cannot be honored."""
+def sampling_params(
+    sample: SampleRequest, *, room: int, stability_info: bool = False
+) -> SamplingParams:
+    """Returns how to sample; ``room`` is how many tokens fit after the prompt. With
+    ``stability_info``, a client may ask to record what stable_reinforce needs, and nothing is
+    recorded. Raises `InputError` for what cannot be honored."""
     refused: Mapping[str, Any] = {
         "topk_prompt_logprobs": sample.topk_prompt_logprobs,
         "topk_sample_logprobs": sample.topk_sample_logprobs,
         "target_prompt_logprobs": sample.target_prompt_logprobs,
         "prompt_alt_tokens_k": sample.prompt_alt_tokens_k,
-        "record_stability_info": sample.record_stability_info,
+        "record_stability_info": sample.record_stability_info and not stability_info,
     }
     for name, value in refused.items():
         if value not in (None, 0, False):

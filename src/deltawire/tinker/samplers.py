@@ -23,7 +23,7 @@ from deltawire.tinker.requests import SampleRequest, prompt_tokens, sampling_par
 from deltawire.tinker.results import RequestResult, sample_result
 from deltawire.tinker.state import SamplerRecord, ServerState
 from deltawire.train.client.sampling import SamplingClient
-from deltawire.train.client.types import ModelInput
+from deltawire.train.client.types import ModelInput, SamplingParams
 
 MAX_REMEMBERED = 1 << 16
 """Samples that are remembered, so that a repeated request gets the same answer."""
@@ -31,12 +31,14 @@ MAX_REMEMBERED = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerOptions:
-    """Engines: at most ``engines`` open, each with ``slots`` sequences of ``context`` tokens."""
+    """Engines: at most ``engines`` open, each with ``slots`` sequences of ``context`` tokens. With
+    ``stability_info``, clients may ask to record what is not recorded here."""
 
     engines: int = 4
     slots: int = 64
     context: int = 2048
     precision: Literal["float32", "bfloat16"] = "float32"
+    stability_info: bool = False
 
 
 @dataclass
@@ -83,7 +85,7 @@ class Samplers:
                 )
             return
         tokens = prompt_tokens(request.prompt)
-        sampling_params(request, room=self.options.context - len(tokens))
+        self._params(request, tokens)
         task = asyncio.create_task(self._sample(record, request, tokens))
         self._answers[sampler, number] = _Answer(digest, task)
         while len(self._answers) > MAX_REMEMBERED:
@@ -115,7 +117,7 @@ class Samplers:
         self, record: SamplerRecord, request: SampleRequest, tokens: list[int]
     ) -> RequestResult:
         try:
-            params = sampling_params(request, room=self.options.context - len(tokens))
+            params = self._params(request, tokens)
             async with self._engine(record) as engine:
                 answer = await engine.sample(
                     ModelInput.from_ints(tokens),
@@ -127,6 +129,10 @@ class Samplers:
             return sample_result(answer, last=request.prompt_logprobs_last_n)
         except (DeltawireError, ValueError, RuntimeError) as error:
             return RequestResult.of_error(error)
+
+    def _params(self, request: SampleRequest, tokens: list[int]) -> SamplingParams:
+        room = self.options.context - len(tokens)
+        return sampling_params(request, room=room, stability_info=self.options.stability_info)
 
     @asynccontextmanager
     async def _engine(self, record: SamplerRecord) -> AsyncIterator[SamplingClient]:

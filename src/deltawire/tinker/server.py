@@ -61,14 +61,16 @@ class TinkerOptions:
 
     With ``lora`` a model is the adapter that its client asks for, otherwise all parameters are
     trained, whatever adapter it asks for. ``frozen_head`` accepts adapters for the unembedding
-    layer, and leaves it frozen. At most ``models`` are held in memory; others wait in the bucket.
-    ``ranks`` processes compute for each.
+    layer, and leaves it frozen. ``stable_reinforce`` is the loss that is computed for the one of
+    that name. At most ``models`` are held in memory; others wait in the bucket. ``ranks`` processes
+    compute for each.
     """
 
     directory: Path
     names: tuple[str, ...] = ()
     lora: bool = False
     frozen_head: bool = False
+    stable_reinforce: str = ""
     models: int = 4
     checkpoint_every: int = 16
     ranks: int = 1
@@ -83,6 +85,7 @@ class TinkerOptions:
             checkpoint_every=self.checkpoint_every,
             ranks=self.ranks,
             frozen_head=self.frozen_head,
+            stable_reinforce=self.stable_reinforce,
         )
 
 
@@ -159,9 +162,14 @@ class TinkerServer:
         record = SessionRecord(created_at=time.time(), metadata=request.user_metadata)
         await asyncio.to_thread(self.state.put_session, session, record)
         self._sessions.add(session)
-        notice = None
+        notices = []
         if not self.options.lora:
-            notice = "this server trains all parameters of a model, whatever lora_config says"
+            notices.append(
+                "this server trains all parameters of a model, whatever lora_config says"
+            )
+        if loss := self.options.stable_reinforce:
+            notices.append(f"this server computes {loss} for the loss stable_reinforce")
+        notice = "; ".join(notices) or None
         return {"type": "create_session", "session_id": session, "info_message": notice}
 
     async def finish_session(self, session: str, reason: str) -> dict[str, Any]:

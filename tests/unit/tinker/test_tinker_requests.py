@@ -152,6 +152,32 @@ def test_unknown_options_are_refused(tmp_path, model):
     serve(tmp_path / "b", model, run)
 
 
+def test_stable_reinforce_is_the_loss_that_the_server_was_started_with(tmp_path, model):
+    def datum(name, number, loss):
+        message = ask.schema.parse("ForwardBackwardRequest", ask.forward_backward(name, number))
+        message.loss_fn = loss
+        for one in message.data:
+            count = one.loss_fn_inputs["weights"].shape[0]
+            del one.loss_fn_inputs["weights"]
+            ask.add_tensor(one, "logprobs", np.full(count, -2.0, np.float32))
+            ask.add_tensor(one, "advantages", np.linspace(-1, 1, count, dtype=np.float32))
+            one.loss_fn_input_spans.add().sampled_tokens.sequence_id = "s"
+        return message.SerializeToString()
+
+    async def run(found, session):
+        assert "computes ppo for" in (await found.create_session(b"{}"))["info_message"]
+        name = await created(found, session)
+        bodies = []
+        for number, loss in enumerate(("stable_reinforce", "ppo", "importance_sampling"), 1):
+            future = await found.submit("forward_backward", datum(name, number, loss))
+            answer = await ask.result_of(found, future)
+            assert answer.kind == "proto", answer.body
+            bodies.append(answer.body)
+        assert bodies[0] == bodies[1] != bodies[2]
+
+    serve(tmp_path / "b", model, run, stable_reinforce="ppo")
+
+
 def test_sessions_have_new_ids_and_end(tmp_path, model):
     async def run(found, session):
         others = {(await found.create_session(b"{}"))["session_id"] for _ in range(20)}
