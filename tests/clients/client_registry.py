@@ -1,0 +1,157 @@
+"""The clients that deltawire is tested with: the one source of the table in docs/CLIENTS.md.
+
+`scripts/client_table.py` runs the tests of each and stores in ``ran.json`` what passed, at which
+release, and when; it then writes the table. A client that must be read from its source is pinned by
+repository, commit and the date on which that commit was checked.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+TESTS = FOLDER.parent
+RAN = FOLDER / "ran.json"
+DOCUMENT = TESTS.parent / "docs" / "CLIENTS.md"
+BEGIN = "<!-- clients: written by scripts/client_table.py -->"
+END = "<!-- end of clients -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """A client, the ``tests`` that run it (paths below tests/), and what they use of it.
+
+    ``package`` is its distribution, whose release is stored with a result. A client without one is
+    imitated from ``repository`` at ``commit``, checked on the day ``checked``.
+    """
+
+    name: str
+    uses: str
+    tests: tuple[str, ...]
+    package: str = ""
+    repository: str = ""
+    commit: str = ""
+    checked: str = ""
+
+
+CLIENTS = (
+    Client(
+        name="TRL and Hugging Face trainers",
+        package="trl",
+        uses="SFTTrainer, GRPOTrainer, LoRA, resuming, with the callback",
+        tests=("unit/trl/test_trl_publish.py",),
+    ),
+    Client(
+        name="Tinker's SDK and command line",
+        package="tinker",
+        uses="every verb, refusals, REST client, `tinker run list`",
+        tests=("unit/tinker/test_tinker_client.py",),
+    ),
+    Client(
+        name="Tinker's cookbook",
+        package="tinker-cookbook",
+        uses="chat_sl and math_rl, with a server that is killed",
+        tests=("crash/tinker/test_recipes_restarted.py",),
+    ),
+    Client(
+        name="openai",
+        package="openai",
+        uses="chat, completions, streams, tools, choices, seeds, errors",
+        tests=("unit/chat/openai/test_chat_endpoint.py", "unit/chat/openai/test_chat_choices.py"),
+    ),
+    Client(
+        name="verifiers",
+        package="verifiers",
+        uses="a taskset and a harness, in its own process",
+        tests=("unit/envs/test_verifiers_tasks.py",),
+    ),
+    Client(
+        name="Ray RLlib",
+        package="ray",
+        uses="PPO, with the callback",
+        tests=("e2e/test_rllib_publish.py",),
+    ),
+    Client(
+        name="verl",
+        repository="volcengine/verl",
+        commit="1dda039",
+        checked="2026-11-22",
+        uses="its calls of a checkpoint engine, with a double of its registry",
+        tests=("unit/test_verl_engine.py",),
+    ),
+    Client(
+        name="slime",
+        repository="THUDM/slime",
+        commit="624b824",
+        checked="2026-11-22",
+        uses="its hook's arguments and folders",
+        tests=("unit/test_slime_hook.py",),
+    ),
+    Client(
+        name="prime-rl",
+        repository="PrimeIntellect-ai/prime-rl",
+        commit="559b447",
+        checked="2026-11-22",
+        uses="its folders of broadcasts",
+        tests=("unit/sync/huggingface/test_watched_trainers.py",),
+    ),
+    Client(
+        name="SkyRL",
+        repository="NovaSky-AI/SkyRL",
+        commit="a956457",
+        checked="2026-11-22",
+        uses="its folders of exports",
+        tests=("unit/sync/huggingface/test_watched_trainers.py",),
+    ),
+)
+"""In the order of the table."""
+
+
+def release_of(client: Client) -> str:
+    """Returns the installed release of a client's package; empty without a package. Raises
+    `importlib.metadata.PackageNotFoundError` if it is not installed."""
+    return importlib.metadata.version(client.package) if client.package else ""
+
+
+def run(client: Client) -> tuple[int, str]:
+    """Runs the tests of a client in a process of their own; returns how many passed, and the end
+    of the output if one did not."""
+    paths = [str(TESTS / one) for one in client.tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    if done.returncode or passed is None:
+        return 0, f"{done.stdout[-3000:]}{done.stderr[-1000:]}"
+    return int(passed[1]), ""
+
+
+def table(clients: tuple[Client, ...], ran: dict[str, dict[str, str]]) -> str:
+    """Returns the table of what ran, at which release, and when."""
+    lines = ["| client | release | what is used of it | ran |", "|---|---|---|---|"]
+    for client in clients:
+        result = ran.get(client.name, {})
+        where = f"{client.package} {result.get('release', '')}".strip()
+        if not client.package:
+            where = f"{client.repository} at `{client.commit}`, read on {client.checked}"
+        outcome = f"{result['passed']} tests on {result['date']}" if result else "not yet"
+        lines.append(f"| {client.name} | {where} | {client.uses} | {outcome} |")
+    return "\n".join(lines)
+
+
+def stored() -> dict[str, dict[str, str]]:
+    """Returns the last results, by the names of clients."""
+    found: dict[str, dict[str, str]] = json.loads(RAN.read_text())
+    return found
+
+
+def in_document(text: str, rows: str) -> str:
+    """Returns a document with ``rows`` between the two marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{rows}\n\n{END}{after}"
