@@ -186,10 +186,15 @@ async def test_what_is_under_way_when_the_shadow_ends_is_forgotten(found):
 @shadowed()
 async def test_requests_without_consent_are_not_copied(found):
     await asks(found, 3, capture="false")
+    serving = next(fake for fake in found.gateway.fakes if fake is not found.candidate)
+    serving.mode = "fail"  # That a replica failed is known without consent too.
+    assert (await found.gateway.ask(capture="false"))[0] == 500
+    serving.mode = "tokens"
     await asks(found, 1, n=2)
-    await asks(found)
-    await until(lambda: found.counts.copies == 1)
-    assert len(found.candidate.asked) == 1
+    await asks(found, text="with consent")
+    await until(lambda: found.counts.copies)
+    asked = [one["messages"][0]["content"] for one in found.candidate.asked]
+    assert asked == ["with consent"]
 
 
 @shadowed(release=ReleaseConfig(unit="user", shadow=5))
