@@ -121,7 +121,9 @@ def test_pods_have_no_more_rights_than_they_need(path):
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
         for volume in spec.get("volumes", []):
-            assert volume.keys() & {"configMap", "emptyDir"}, "nothing that two pods share"
+            assert volume.keys() & {"configMap", "emptyDir", "secret"}, (
+                "nothing that pods write together"
+            )
         for container in containers(pod):
             rights = container["securityContext"]
             assert rights["allowPrivilegeEscalation"] is False
