@@ -34,6 +34,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="in a signed run: the private key of the learner NAME; may be repeated",
     )
     parser.add_argument(
+        "--no-learner",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="NAME is no learner: its lineages are forged, and all of them are deleted; may be "
+        "repeated",
+    )
+    parser.add_argument(
         "--rebuild",
         action="store_true",
         help="also restore the last weights that were not trained on the user",
@@ -58,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.user,
         options,
         learner_keys=arguments.learner_key,
+        no_learners=arguments.no_learner,
         rebuild=arguments.rebuild,
     )
     code = 0 if done.known else UNKNOWN_USER

@@ -104,15 +104,19 @@ def forget_by_name(
     options: UserOptions,
     *,
     learner_keys: Sequence[str] = (),
+    no_learners: Sequence[str] = (),
     rebuild: bool = False,
 ) -> Erasure:
     """Deletes what a run's bucket holds of a user under the pseudonyms of all generations.
 
-    ``learner_keys`` are ``NAME=FILE``, those of learners of a signed run. With ``rebuild`` the
+    ``learner_keys`` are ``NAME=FILE``, those of learners of a signed run, and ``no_learners`` the
+    workers whose lineages are forged. With ``rebuild`` the
     versions that were trained on the user are withdrawn too. Raises `InputError`, before anything
     is changed, without the secret, if a gateway's pseudonyms do not follow from it, and without
     keys that replaced objects need.
     """
+    if wrong := [worker for worker in no_learners if not valid_name(worker)]:
+        raise InputError(f"{wrong[0][:80]!r} is not the name of a worker")
     at = _Deployment.open(location, name, options, writes=True)
     bucket, run = at.bucket, at.run
     if rebuild:
@@ -129,7 +133,9 @@ def forget_by_name(
     while True:
         users += [user for user in at.pseudonyms() if user not in users]
         try:
-            record = forget_pseudonyms(bucket, run, users, learners=learners)
+            record = forget_pseudonyms(
+                bucket, run, users, learners=learners, no_learners=no_learners
+            )
         except GroupsNeededError as error:
             decide(error.record)  # The versions are withdrawn now, although groups stay a while.
             raise

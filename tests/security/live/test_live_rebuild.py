@@ -15,7 +15,7 @@ from granted_groups import start_with_groups
 from heartbeats import put_heartbeat
 from live_answers import LIVE, NOW, answer, config_of, put_rows, report
 from live_gateway import SECRET, write_secret
-from signed_run import OTHER, WORKER, SignedRun
+from signed_run import OTHER, STRANGER, WORKER, SignedRun
 
 from deltawire.cli.main import main
 from deltawire.config import parse_config
@@ -239,6 +239,31 @@ def test_in_a_signed_run_what_is_replaced_is_valid_again(tmp_path, capsys):
     assert [one.sequence for one in lineages] == [0, 1], "both are valid to a pinned reader"
     assert not any(one.user == user for line in lineages for one in line.answers)
     assert reader.get(keys.rollout("live", 0), limit=1 << 28) is None
+
+
+@pytest.mark.parametrize("content", ["a lineage", "no lineage"])
+def test_a_forged_lineage_of_a_worker_blocks_no_erasure(tmp_path, capsys, content):
+    run, user = signed_run_with_groups(str(tmp_path / "run"), tmp_path)
+    run.grant("worker-w0", STRANGER)
+    forger = run.bucket("worker-w0", signer=STRANGER)
+    (genuine, _) = read_lineages(run.bucket())
+    forged = msgspec.structs.replace(genuine, worker="w0", sequence=7)
+    data = encode_json(forged) if content == "a lineage" else b"{}"
+    forger.put(keys.live_lineage("w0", 7), data)
+    for name, signer in (("gateway", OTHER), ("live", WORKER)):
+        signer.write(tmp_path / name)
+    command = ["forget", str(tmp_path / "run"), "alice", "--public-key", str(run.pin)]
+    command += ["--key", str(tmp_path / "gateway"), "--secret", str(tmp_path / "secret")]
+    command += ["--learner-key", f"live={tmp_path / 'live'}", "--json"]
+    assert main(command) != 0
+    said = capsys.readouterr().err
+    assert "w0" in said
+    assert main([*command, "--no-learner", "../w0"]) == 2
+    assert main([*command, "--no-learner", "w0"]) == 0
+    assert run.plain.list(f"{keys.LIVE_LINEAGE}w0/") == []
+    lineages = read_lineages(run.bucket())
+    assert [one.sequence for one in lineages] == [0, 1], "those of the learner stay"
+    assert not any(one.user == user for line in lineages for one in line.answers)
 
 
 class KilledAtWrite(DelegatingBucket):

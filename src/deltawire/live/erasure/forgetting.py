@@ -28,7 +28,7 @@ from deltawire.live.forgotten import forgotten_users
 from deltawire.live.learning.grouping import group_without_users
 from deltawire.live.learning.records import require_lineages
 from deltawire.store import Bucket
-from deltawire.sync.chain.evidence import require_agreed
+from deltawire.sync.chain.evidence import listed_twice, require_agreed
 from deltawire.wire import keys
 from deltawire.wire.captures import (
     Capture,
@@ -65,11 +65,13 @@ def forget_pseudonyms(
     users: Sequence[str],
     *,
     learners: Mapping[str, Bucket] | None = None,
+    no_learners: Collection[str] = (),
 ) -> Forgotten:
     """Deletes everything that a run's bucket holds of a user with these pseudonyms.
 
     ``learners`` are, in a signed run, the buckets that sign as each learner: a group and a lineage
-    are valid only by the key of the learner that made them.
+    are valid only by the key of the learner that made them. Workers in ``no_learners`` forged
+    lineages, which would name any user in any group: all of theirs are deleted, unread.
 
     Each pseudonym has a record, which stays in the bucket; returns them as one, under the first
     pseudonym. Raises `InputError`, before anything is changed, if the user is in groups of a
@@ -79,7 +81,7 @@ def forget_pseudonyms(
     continues.
     """
     before = {user: _known(bucket, keys.live_forgotten(user)) for user in users}
-    mine = _lineages_of(bucket, users)
+    mine = _lineages_of(bucket, users, no_learners)
     writers = _writers(bucket, mine, learners)
     records = [before[user] or Forgotten(run=run.id, user=user, at=time.time()) for user in users]
     for record in records:
@@ -87,7 +89,7 @@ def forget_pseudonyms(
             bucket.put(keys.live_forgotten(record.user), encode_json(record))
     if None in before.values():
         # A learner that had not seen the record may have stored a group meanwhile.
-        mine = _lineages_of(bucket, users)
+        mine = _lineages_of(bucket, users, no_learners)
         writers = _writers(bucket, mine, learners)
     places = {user: {(one.worker, one.sequence) for one in _of(mine, {user})} for user in users}
     emptied = {one.user: set(one.groups) - places[one.user] for one in records}
@@ -98,6 +100,9 @@ def forget_pseudonyms(
     used = UserGroups(bucket, run, [group for one in records for group in one.groups])
     # Stored before anything is deleted: a run that stops in between forgets no version.
     records = _name_versions(bucket, records, used, emptied=emptied)
+    for name in no_learners:
+        for key in listed_twice(bucket, f"{keys.LIVE_LINEAGE}{name}/"):
+            bucket.delete(key)
     deleted = _delete_rows(bucket, users)
     records = [
         msgspec.structs.replace(
@@ -134,8 +139,10 @@ def _as_one(records: Sequence[Forgotten]) -> Forgotten:
     )
 
 
-def _lineages_of(bucket: Bucket, users: Collection[str]) -> list[Lineage]:
-    return _of(require_lineages(bucket), users)
+def _lineages_of(
+    bucket: Bucket, users: Collection[str], no_learners: Collection[str]
+) -> list[Lineage]:
+    return _of(require_lineages(bucket, without=no_learners), users)
 
 
 def _of(lineages: Iterable[Lineage], users: Collection[str]) -> list[Lineage]:
@@ -179,7 +186,8 @@ def _writers(
         raise InputError(
             "the user's answers are in signed groups, which need the keys of the learners that "
             f"made them: {', '.join(missing)}",
-            hint="give NAME=FILE for each with --learner-key",
+            hint="give NAME=FILE for each with --learner-key; if NAME is no learner, it forged "
+            "them: --no-learner NAME deletes all its lineages",
             run=bucket.url,
         )
     return {name: learners[name] for name in names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Collection, Set
 
 from deltawire.errors import CorruptError
 from deltawire.live.forgotten import forgotten_users
@@ -151,10 +151,11 @@ def read_lineages(bucket: Bucket) -> list[Lineage]:
     return found
 
 
-def require_lineages(bucket: Bucket) -> list[Lineage]:
+def require_lineages(bucket: Bucket, *, without: Collection[str] = ()) -> list[Lineage]:
     """Reads all lineages as `read_lineages`, for a caller whom each one decides what to delete.
 
-    Raises `UnreadableError` for one that cannot be read.
+    Those of the workers in ``without`` are not read. Raises `UnreadableError` for one that cannot
+    be read.
     """
 
     def read(key: str) -> list[Lineage]:
@@ -164,7 +165,9 @@ def require_lineages(bucket: Bucket) -> list[Lineage]:
         except CorruptError as error:  # Two answers agree: the object is no lineage.
             raise unreadable(bucket, key, error) from error
 
-    listed = listed_twice(bucket, keys.LIVE_LINEAGE)
+    left_out = tuple(f"{keys.LIVE_LINEAGE}{name}/" for name in without)
+    everything = listed_twice(bucket, keys.LIVE_LINEAGE)
+    listed = [key for key in everything if not key.startswith(left_out)]
     return [one for found in in_parallel(bucket, read, listed, at_once=READERS) for one in found]
 
 
