@@ -38,6 +38,7 @@ from deltawire.engines.base import EVERYTHING, Completion, OnToken, Sampling
 from deltawire.engines.cache_size import SHARE, available_bytes, token_bytes
 from deltawire.engines.routers import Routers
 from deltawire.engines.transformers.cache import SlotCache, cache_argument
+from deltawire.engines.transformers.noise import log_exponential, seeded
 from deltawire.engines.transformers.truncation import kept_tokens
 from deltawire.errors import InputError
 
@@ -71,8 +72,7 @@ class SamplingRequest:
     completion: Completion = field(default_factory=Completion)
     version: int = -1
     """The version that read the prompt."""
-    generator: torch.Generator | None = None
-    """Draws for a request that has its own seed."""
+    generator: torch.Generator | None = None  # Of a request that has its own seed.
 
     @property
     def reserved(self) -> int:
@@ -187,8 +187,7 @@ class TransformersEngine:
             raise InputError(f"a token of the prompt is not one of the model's {self._vocabulary}")
         request = SamplingRequest(tuple(prompt), sampling, on_done, on_token)
         self._require_memory(request)
-        if sampling.seed is not None:
-            request.generator = torch.Generator(self._device).manual_seed(sampling.seed)
+        request.generator = seeded(sampling.seed, self._device)
         request.completion.experts = self._routers.experts if self._routers else 0
         self._waiting.append(request)
         return request
@@ -492,10 +491,8 @@ class TransformersEngine:
         greedy = temperatures == 0
         scaled = logits_NV / torch.where(greedy, 1.0, temperatures)
         logprobs_NV = torch.log_softmax(scaled, dim=-1)
-        noise = torch.empty_like(logprobs_NV).exponential_(generator=self._generator).log_()
-        for row, request in zip(noise, self._running[rows], strict=True):
-            if request.generator is not None:
-                row.exponential_(generator=request.generator).log_()
+        own = [request.generator for request in self._running[rows]]
+        noise = log_exponential(logprobs_NV, self._generator, own)
         drawn_from = self._truncated(logprobs_NV, self._running[rows])
         tokens = torch.where(greedy, logprobs_NV, drawn_from - noise).argmax(dim=-1)
         logprobs = logprobs_NV.gather(1, tokens[:, None])[:, 0]
