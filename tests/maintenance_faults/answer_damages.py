@@ -348,8 +348,5 @@ def fault_of(trial, answer, damage):
             command.finished(stage, trial.result)
     except (AssertionError, DeltawireError) as error:
         text = str(error).splitlines() or [type(error).__name__]
-        where = error.__traceback__
-        while where.tb_next is not None:
-            where = where.tb_next
         return f"{damage.name}, {answer.verb} {answer.key} number {answer.nth}: {text[0]}"
     return ""

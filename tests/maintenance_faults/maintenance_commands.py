@@ -115,7 +115,7 @@ def finished_retention(stage, sound):
 
 def publish_old_weights(stage):
     """Another process publishes the weights of version 0 again, whose blobs were deleted."""
-    if newest_version(stage.sound()) == 8 and stage.facts.get("republish", True):
+    if newest_version(stage.sound()) == 8:
         publish(stage.sound(), [9], of=lambda _: 0, anchor_every=1)
 
 
@@ -147,7 +147,7 @@ def pruned_source_stage():
 def run_relay(stage):
     relay = Relay(
         stage.bucket("source"), stage.bucket("region"),
-        strides=(2,), start=stage.facts.get("start", 0), grace_s=0,
+        strides=(2,), start=0, grace_s=0,
     )  # fmt: skip
     try:
         relay.advance()
