@@ -18,7 +18,14 @@ from heartbeats import put_heartbeat
 
 from deltawire.cli.main import main
 from deltawire.config import RunConfig, parse_config
-from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
+from deltawire.errors import (
+    CorruptError,
+    FencedError,
+    InputError,
+    ResyncError,
+    RetryError,
+    UnreadableError,
+)
 from deltawire.events import Parity, SettingsChanged, Step
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.parity import Divergence
@@ -468,7 +475,7 @@ def test_the_audit_finds_a_version_that_is_missing(skipped) -> None:
     skipped.delete(keys.manifest(3))
     assert audit_consumption(skipped).versions == 5, "nothing builds on it"
     skipped.put(keys.manifest(2), b"junk")
-    with pytest.raises(CorruptError, match=keys.manifest(2)):
+    with pytest.raises(UnreadableError, match=keys.manifest(2)):
         audit_consumption(skipped)
     skipped.delete(keys.manifest(2))
     with pytest.raises(CorruptError, match="a manifest is missing: version 4 builds on it"):
