@@ -19,6 +19,7 @@ from deltawire.chat.messages import Message, Tool, shorten
 from deltawire.chat.text import Text
 from deltawire.chat.thinking import ThinkingLimits, limits_of
 from deltawire.config import RolloutConfig, RunConfig, ThinkingConfig
+from deltawire.config.machine import machine_policy
 from deltawire.engines.base import EVERYTHING, Sampling, Truncation
 
 EMPTY_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -62,14 +63,21 @@ class RequestSettings:
         return 0 if self.thinking is None else self.thinking.largest
 
 
-def text_of(config: RunConfig, tokenizer: Any) -> Text:
-    """Returns the text of a run: its tokenizer, system prompt, chat template and its variables."""
+def text_of(config: RunConfig, tokenizer: Any, *, bucket: str) -> Text:
+    """Returns the text of a run: its tokenizer, system prompt, chat template and its variables.
+
+    ``bucket`` is the address that configuration and tokenizer were read from, empty if they are
+    files of this machine; the chat template of a bucket is untrusted, unless this machine's policy
+    trusts it.
+    """
     chat = config.chat
+    trusted = not bucket or machine_policy().trusted_templates
     return Text(
         tokenizer,
         system=chat.system,
         template=chat.template,
         template_kwargs=chat.template_kwargs,
+        origin="" if trusted else f"the run in {bucket}",
     )
 
 

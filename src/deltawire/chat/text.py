@@ -28,6 +28,7 @@ from deltawire.chat.calls import (
     call_format_of,
 )
 from deltawire.chat.messages import Message, Tool
+from deltawire.chat.template_process import TemplateProcess
 from deltawire.chat.time_limit import within
 from deltawire.errors import InputError
 
@@ -55,6 +56,10 @@ class Text:
     ``template`` replaces the model's chat template, and ``template_kwargs`` are further variables
     of it, such as ``enable_thinking``; without a template they are refused by `InputError`.
 
+    ``origin`` names whom an untrusted chat template comes from, such as the bucket of a run: it is
+    rendered in a process with limits (`deltawire.chat.template_process`). Without an origin it is
+    trusted, and rendered in this process.
+
     Example::
 
         text = Text(tokenizer)
@@ -69,8 +74,10 @@ class Text:
         system: str = "",
         template: str = "",
         template_kwargs: Mapping[str, Any] | None = None,
+        origin: str = "",
     ) -> None:
         self._tokenizer = tokenizer
+        self._process = TemplateProcess(origin) if origin else None
         self._system = system
         self._template = {"chat_template": template} if template else {}
         self._variables = dict(template_kwargs or {})
@@ -304,6 +311,8 @@ class Text:
         try:
             rows = [self._row(message, contents) for message in messages]
             return self._apply(rows, schemas), contents
+        except InputError:  # a limit, which messages in another form would reach too
+            raise
         except Exception as error:  # templates raise through jinja2 whatever they like
             if any(message.role == "tool" for message in messages):
                 # Templates that know no tools get their answers as a user's.
@@ -348,6 +357,15 @@ class Text:
         answer: bool = True,
     ) -> str:
         def apply(rows: list[dict[str, Any]]) -> str:
+            if self._process is not None:
+                template = self._tokenizer.get_chat_template(tools=schemas, **self._template)
+                arguments = {
+                    **self._tokenizer.special_tokens_map,
+                    **self._variables,
+                    "tools": schemas,
+                    "add_generation_prompt": answer,
+                }
+                return self._process.render(template, rows, arguments, within_s=RENDER_WITHIN_S)
             rendered = within(
                 RENDER_WITHIN_S,
                 lambda: self._tokenizer.apply_chat_template(

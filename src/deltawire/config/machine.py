@@ -12,6 +12,7 @@ variable ``DELTAWIRE_MACHINE_POLICY`` names, or in ``/etc/deltawire/policy.toml`
                                        # their publishers hold (train.publisher_offload)
     data_dirs = ["/data"]              # files and folders of rows that a run may name, with those
                                        # of DELTAWIRE_DATA_DIRS
+    trusted_templates = true           # render chat templates of runs without limits on memory
     workers = ["w*", "lab-7"]          # names whose groups a trainer on this machine reads, with *
                                        # for any characters; all that the run allows, if left out
     [ceilings]                         # a run gets the smaller of its own limit and this one
@@ -73,6 +74,7 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     data_dirs: list[str] = []
     workers: list[str] | None = None
     snapshot_dir: str = ""
+    trusted_templates: bool = False
     ceilings: Ceilings = Ceilings()
 
     def require_isolation(self, asked: Isolation) -> None:

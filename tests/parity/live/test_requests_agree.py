@@ -155,7 +155,7 @@ def spied(config, *, chat=True):
         return render(rows, **options)
 
     tokenizer.apply_chat_template = apply_chat_template
-    return text_of(config, tokenizer), rendered
+    return text_of(config, tokenizer, bucket=""), rendered
 
 
 def trained(config, open_, engine, chat):

@@ -542,7 +542,8 @@ class Rescoring:
 
     def _open(self) -> GroupChecker:
         with fetch_model_files(self._bucket, self._run) as folder:
-            text = text_of(self._config, load_tokenizer(Path(folder)))
+            tokenizer = load_tokenizer(Path(folder))
+            text = text_of(self._config, tokenizer, bucket=self._bucket.url)
             model = RecordedModel(self._bucket, self._run, self._config, Path(folder))
         tasks: Any = None
         try:

@@ -76,7 +76,7 @@ def serve_policy(
     folder = fetch_model_files(bucket, run)
     try:
         tokenizer = load_tokenizer(Path(folder.name))
-        text = _open_text(config, tokenizer)
+        text = _open_text(config, tokenizer, process.bucket.url)
         _await_version(process, bucket)
 
         def build() -> Any:
@@ -127,8 +127,8 @@ def _device_of(process: Process, config: RunConfig) -> torch.device:
     )
 
 
-def _open_text(config: RunConfig, tokenizer: Any) -> Text:
-    text, thinking = text_of(config, tokenizer), config.rollout.thinking
+def _open_text(config: RunConfig, tokenizer: Any, bucket: str) -> Text:
+    text, thinking = text_of(config, tokenizer, bucket=bucket), config.rollout.thinking
     if thinking is not None:  # A model without marks is refused before it is loaded.
         limits_of(text, thinking, thinking.largest)
     return text

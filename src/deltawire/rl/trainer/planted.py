@@ -71,7 +71,7 @@ class _Lesson:
         tokenizer = load_tokenizer(Path(path)) if path else byte_tokenizer()
         self._model = model
         self._tasks = SimulatedUserTasks(config.task, seed=config.seed)
-        self._text = text_of(config, tokenizer)
+        self._text = text_of(config, tokenizer, bucket="")
         self._end = answer_end(self._text, stop_tokens(model, tokenizer))
 
     def pairs(self, step: int, own: Sequence[Sequence[float]]) -> list[Pair]:

@@ -97,7 +97,7 @@ def _warm(
             hint="set warm_start.max_steps to 0",
         )
     answered: TasksWithAnswers = tasks
-    text = text_of(config, tokenizer)
+    text = text_of(config, tokenizer, bucket="")
     stops = stop_tokens(model, tokenizer)
     end = answer_end(text, stops)
     validation = [tasks.draw("validation", index) for index in range(VALIDATION)]
