@@ -14,6 +14,7 @@ returns: the next version supersedes it, and the last one is tried again at the 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -38,6 +39,10 @@ MAX_OUTAGE = "DELTAWIRE_MAX_OUTAGE"
 KEPT = ".deltawire-uncommitted"
 """The folder next to slime's directories that keeps the one that could not be committed."""
 
+MAX_NAMES = 8
+
+logger = logging.getLogger(__name__)
+
 
 class _Unwaited(Outage):
     """An outage whose next attempt is slime's next call."""
@@ -61,6 +66,8 @@ class _Hook:
 
     def publish(self, path: Path) -> DirectoryResult | None:
         """Publishes a directory; returns None if it is kept because the store is away."""
+        if self._kept is None:
+            _warn_of_kept(path.parent / KEPT)
         _drop(path.parent / KEPT)
         interpreter_exit.committed(self)
         superseded, self._kept = self._kept is not None, None
@@ -82,7 +89,8 @@ class _Hook:
 
     def finish(self, limit_s: float | None) -> None:
         """Tries the directory that is kept once more, at the end of the process."""
-        kept, deadline = self._kept, time.monotonic() + min(limit_s or RANKS_WAIT_S, RANKS_WAIT_S)
+        kept, wait_s = self._kept, RANKS_WAIT_S if limit_s is None else min(limit_s, RANKS_WAIT_S)
+        deadline = time.monotonic() + wait_s
         reason = ""
         try:
             while kept is not None:
@@ -156,6 +164,13 @@ def _keep(path: Path) -> Path:
             except OSError:  # A file system without links.
                 shutil.copy2(file, kept / file.name)
     return kept
+
+
+def _warn_of_kept(folder: Path) -> None:
+    """Logs what an earlier process kept, could not commit before it was killed, and left."""
+    if folder.is_dir():
+        names = ", ".join(sorted(one.name for one in folder.iterdir())[:MAX_NAMES])
+        logger.warning("%s was not committed: the process that kept it ended before", names)
 
 
 def _drop(folder: Path) -> None:

@@ -104,3 +104,13 @@ def test_training_goes_on_without_the_store(tmp_path, monkeypatch, caplog):
     deltawire.slime.close()
     assert newest(url) == (2, contents(5))
     assert not (tmp_path / deltawire.slime.KEPT).exists()
+
+
+def test_what_a_killed_process_kept_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("DELTAWIRE_RUN", str(tmp_path / "run"))
+    write_directory(tmp_path / deltawire.slime.KEPT / "weight_v000004", 4)
+    path = write_directory(tmp_path / "weight_v000001", 1)
+    with caplog.at_level(logging.WARNING):
+        assert deltawire.slime.publish(None, path, []).version == 0
+    assert "weight_v000004 was not committed" in caplog.text
+    assert not (tmp_path / deltawire.slime.KEPT).exists()

@@ -34,18 +34,18 @@ def assert_last_step_is_committed(url, said):
 
 
 @pytest.mark.parametrize(
-    ("way", "status"),
+    ("way", "statuses"),
     [
-        ("exit", 3),
-        ("error", 1),
-        ("interrupted", -signal.SIGINT),
-        ("terminated", -signal.SIGTERM),
+        ("exit", [3]),
+        ("error", [1]),
+        ("interrupted", [1, -signal.SIGINT]),  # Python forgets the signal if a library runs code.
+        ("terminated", [-signal.SIGTERM]),
     ],
 )
-def test_a_training_of_trl(tmp_path, way, status):
+def test_a_training_of_trl(tmp_path, way, statuses):
     url = str(tmp_path / "run")
     found, said = end(str(PROGRAM), url, way)
-    assert found == status, said
+    assert found in statuses, said
     assert_last_step_is_committed(url, said)
 
 

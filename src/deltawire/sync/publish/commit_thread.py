@@ -70,9 +70,8 @@ class CommitThread:
         self.outage = outage
         self.pending: Future[None] | None = None
         self._url = url
-        self._limit_s = (
-            RANKS_WAIT_S if ranks or int(os.environ.get("WORLD_SIZE") or 1) > 1 else None
-        )
+        ranks = ranks or os.environ.get("WORLD_SIZE", "1") not in ("", "1")  # Set by torchrun.
+        self._limit_s = RANKS_WAIT_S if ranks else None
         self._pool = WorkerThreads(1, thread_name_prefix=name)
         self._staged: StagedVersion | None = None
         self._commit: Callable[[], None] | None = None
