@@ -1,0 +1,68 @@
+"""The README's examples pass type checkers in strict mode.
+
+Drills: a type checker without its cache reads all of torch, which takes a minute.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from documents import ROOT, blocks
+
+pytestmark = pytest.mark.drills
+
+INLINE = re.compile(r"`((?:deltawire\.open_publisher|publish)\([^`]*\))`")
+"""Calls that a sentence shows."""
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """The README's Python, and its calls of a trainer, as a user's module."""
+    text = (ROOT / "README.md").read_text()
+    opened, published = INLINE.findall(text)
+    lines = [block.text for block in blocks("python") if block.path == ROOT / "README.md"]
+    lines += [
+        "import deltawire",
+        "from torch import nn",
+        "",
+        "def train(url: str, model: nn.Module) -> int:",
+        f"    with {opened} as publisher:",
+        f"        return publisher.{published}",
+    ]
+    path = tmp_path_factory.mktemp("user") / "example.py"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_mypy_accepts_the_examples(example):
+    # With the project's own settings, which are strict, so that what `make lint` left is used.
+    command = [sys.executable, "-m", "mypy", "--strict", str(example)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_mypy_knows_the_types_of_the_public_names(example):
+    wrong = example.with_name("wrong.py")
+    wrong.write_text(
+        "import deltawire\n"
+        'reveal_type(deltawire.open_publisher("s3://bucket/run", {}))\n'
+        "reveal_type(deltawire.tensors_of)\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", str(wrong)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert '"deltawire.sync.publish.publisher.Publisher"' in done.stdout
+    assert "dict[str, torch._tensor.Tensor]" in done.stdout
+
+
+def test_pyright_accepts_the_examples(example):
+    program = shutil.which("pyright") or shutil.which("basedpyright")
+    if program is None:
+        pytest.skip("pyright is not installed")
+    settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT / "src")]}
+    (example.parent / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [program, "--pythonpath", sys.executable, "--project", str(example.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
