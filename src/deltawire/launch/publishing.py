@@ -179,7 +179,7 @@ class _Session:
                 )
             logged = len(watcher.passed_over)
             for path, why in watcher.not_taken[told:]:
-                self._bar.log(f"{path.relative_to(watcher.watched.base)} is not taken: {why}")
+                self._bar.log(f"{path.relative_to(watcher.folder.base)} is not taken: {why}")
             told = len(watcher.not_taken)
             if idle_s and time.monotonic() - last > idle_s:
                 return

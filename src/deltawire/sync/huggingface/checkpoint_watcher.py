@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deltawire.errors import InputError
 from deltawire.sync.huggingface.checkpoint_dir import MARKER, NO_FILES, read_checkpoint
-from deltawire.sync.huggingface.watched_folder import NumberGaps, WatchedFolder
+from deltawire.sync.huggingface.checkpoint_folder import CheckpointFolder, NumberGaps
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 
@@ -40,7 +40,7 @@ class CheckpointWatcher:
     Subfolders are ordered by the last number in their names (``checkpoint-900`` before
     ``checkpoint-1000``), then by name. One that becomes complete after a later one was yielded is
     skipped: versions only go forward. ``folder`` may be a pattern, and need not exist yet (see
-    `WatchedFolder`).
+    `CheckpointFolder`).
 
     Example::
 
@@ -59,7 +59,7 @@ class CheckpointWatcher:
         lent: Mapping[str, bytes] = NO_FILES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.watched = WatchedFolder(folder)
+        self.folder = CheckpointFolder(folder)
         self.lent = lent
         self.notes: list[str] = []
         """Sentences for the user: which folder is watched, and which subfolders were missed."""
@@ -81,9 +81,9 @@ class CheckpointWatcher:
         """Yields the subfolders that are complete by now and were not yielded before, in order."""
         now = self._clock()
         self._find_folder()
-        if self.watched.now is None:
+        if self.folder.now is None:
             return
-        found = [_checkpoint_in(path) for path in _subfolders(self.watched.now)]
+        found = [_checkpoint_in(path) for path in _subfolders(self.folder.now)]
         self._note_missed(found)
         self._marked = self._marked or any((path / MARKER).exists() for path in found)
         waiting = (path for path in found if path not in self._yielded)
@@ -110,17 +110,17 @@ class CheckpointWatcher:
 
     def _find_folder(self) -> None:
         """Looks for the folder, and starts over in another one."""
-        before = self.watched.now
-        if self.watched.look():
+        before = self.folder.now
+        if self.folder.poll():
             appeared = bool(before or self.notes)  # Since the look before.
             self._candidates.clear()
             self._gaps = NumberGaps(from_start=appeared)
             self._last, self._marked = None, False
-            if appeared or self.watched.now != self.watched.base:
+            if appeared or self.folder.now != self.folder.base:
                 ended = f", no longer {before}" if before else ""
-                self.notes.append(f"watching {self.watched.now}{ended}")
+                self.notes.append(f"watching {self.folder.now}{ended}")
         elif before is None and not self.notes:
-            self.notes.append(f"there is no folder {self.watched.given} yet: waiting for it")
+            self.notes.append(f"there is no folder {self.folder.given} yet: waiting for it")
 
     def _note_missed(self, found: list[Path]) -> None:
         """Notes subfolders that were removed before they were taken, seen or not."""

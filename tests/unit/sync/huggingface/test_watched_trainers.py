@@ -24,7 +24,7 @@ from deltawire.sync import (
     read_run,
 )
 from deltawire.sync.huggingface.checkpoint_dir import lent_files
-from deltawire.sync.huggingface.watched_folder import NumberGaps
+from deltawire.sync.huggingface.checkpoint_folder import NumberGaps
 
 
 class Clock:
@@ -208,7 +208,7 @@ def test_a_pattern_finds_the_folder_that_appears_last(tmp_path: Path) -> None:
         str(tmp_path / "outputs" / "*" / "broadcasts"), lent=base, clock=clock
     )
     assert not list(watcher.ready())
-    assert watcher.notes == [f"there is no folder {watcher.watched.given} yet: waiting for it"]
+    assert watcher.notes == [f"there is no folder {watcher.folder.given} yet: waiting for it"]
     first = broadcast(tmp_path / "outputs" / "zeta" / "broadcasts", 7)
     (tmp_path / "outputs" / "zeta" / "configs").mkdir()
     assert list(watcher.ready()) == [first]

@@ -14,7 +14,7 @@ MANY = 1_000_000
 MOST = 1000
 
 
-class WatchedFolder:
+class CheckpointFolder:
     """A folder by its path, or the newest of those that a pattern matches.
 
     Neither needs to exist yet. With a pattern such as ``outputs/*/broadcasts``, the folder that was
@@ -23,9 +23,9 @@ class WatchedFolder:
 
     Example::
 
-        watched = WatchedFolder("outputs/*/broadcasts")
-        if watched.look():
-            print(watched.now)
+        folder = CheckpointFolder("outputs/*/broadcasts")
+        if folder.poll():
+            print(folder.now)
     """
 
     def __init__(self, place: Path | str) -> None:
@@ -43,7 +43,7 @@ class WatchedFolder:
         if literal and given.exists() and not given.is_dir():
             raise InputError(f"{given} is no folder to watch", hint="is the path right?")
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Looks for the folder; returns whether it is another one than at the last look."""
         try:
             matches = self.base.glob(self._pattern) if self._pattern else [self.base]
@@ -61,9 +61,9 @@ class WatchedFolder:
 class NumberGaps:
     """Notices numbers that were left out of a growing sequence, by its smallest step so far.
 
-    What is missing before the first look's numbers counts only in a folder that was watched from
-    its start (``from_start``): elsewhere it may have been removed long ago. More than `MOST` there
-    are the numbers of a trainer that was resumed.
+    Numbers missing before those of the first call count only in a folder that was watched from its
+    start (``from_start``): elsewhere they may have been removed long ago. If they are more than
+    `MOST`, the trainer was resumed, and they do not count.
 
     Example::
 
