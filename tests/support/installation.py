@@ -3,7 +3,7 @@
     python tests/support/installation.py rl doctor --json
 
 The first argument names extras, joined by commas; empty is the core. Requirements
-are those of pyproject.toml, and everything else that is installed can be neither imported nor found.
+are those of pyproject.toml; everything else that is installed can be neither imported nor found.
 """
 
 from __future__ import annotations
