@@ -40,7 +40,7 @@ class Package(NamedTuple):
     locked: str
     installed: str
     allowed: bool
-    """Whether the range of pyproject.toml admits the installed release."""
+    """True if the range of pyproject.toml admits the installed release."""
 
 
 def without_upper_bound(one: Requirement) -> str:

@@ -103,7 +103,7 @@ class DatedBucket(DelegatingBucket):
 
 @dataclass
 class Stage:
-    """What a command works on: stores by name, each with a faulty bucket around it, and facts.
+    """The subject of a command: stores by name, each with a faulty bucket around it, and facts.
 
     ``earlier`` are copies of the stores from before the last objects were written: a stale answer
     is what they would say.

@@ -2,8 +2,10 @@
 
     python tests/support/installation.py rl doctor --json
 
-The first argument names extras, joined by commas; empty is the core. Requirements
-are those of pyproject.toml; everything else that is installed can be neither imported nor found.
+The first argument names extras, joined by commas; empty is the core. The requirements of those
+extras are read from pyproject.toml, and everything else that is installed can be neither imported
+nor
+found.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def resume(tinker, service):
 
 
 def listed(tinker, service):
-    """What `RestClient` and the command line show; the calls that a bucket cannot answer."""
+    """Tests what `RestClient` and the command line show; the calls that a bucket cannot answer."""
     client = create(service)
     path = client.save_state("listed").result(WAIT_S).path
     rest = service.create_rest_client()

@@ -121,7 +121,7 @@ FLAGS = {
         "--json",
     },
     "keygen": {"--json"},
-    "grant": {"--key", "--json"},
+    "grant": {"--key", "--revoke", "--json"},
     "export": TRUST | {"--version", "--base", "--json"},
     "import": set(),
     "learner": TRUST | {"--id", "--key", "--supervised", "--cpus"},
@@ -141,7 +141,8 @@ FLAGS = {
         "--wait",
     },
     "forget": TRUST
-    | {"--secret", "--without-gateway", "--learner-key", "--rebuild", "--key", "--json"},
+    | {"--secret", "--without-gateway", "--learner-key", "--no-learner", "--rebuild"}
+    | {"--key", "--json"},
     "simulate": {"--out", "--seconds", "--rate", "--dry-run", "--seed", "--json"},
     "replica": TRUST | {"--host", "--port", "--token-file", "--hold", "--cpus", "--precision"},
     "gateway": TRUST

@@ -35,7 +35,7 @@ def script():
 
 @pytest.fixture
 def asked(tmp_path):
-    """What pip was asked to install, by a setup with these variables."""
+    """Returns the packages that a setup with these variables asked pip for."""
     fake = tmp_path / "venv" / "bin" / "python"
     fake.parent.mkdir(parents=True)
     fake.write_text(FAKE_PYTHON)

@@ -34,7 +34,7 @@ from deltawire.errors import InputError
 START_S = 120.0
 """How long the child may take to import the library, in seconds."""
 MEMORY_BYTES = 512 << 20
-"""What a rendering may take on top of the library."""
+"""The memory that a rendering may take on top of the library."""
 MAX_BYTES = 64 << 20
 """The most that a request or a rendered text may hold, in UTF-8."""
 

@@ -163,8 +163,8 @@ def old_versions(bucket: Bucket, key: str) -> OldVersions:
 def readmit_by_name(location: str, name: str, options: UserOptions) -> list[str]:
     """Lets a user who was forgotten be stored again, under new pseudonyms; returns the old ones.
 
-    What waits under an old one in a spool stays forgotten. Raises `InputError` if the user is not
-    forgotten. If it is interrupted, the user is not stored yet, and the same call continues.
+    Rows that wait under an old one in a spool stay forgotten. Raises `InputError` if the user is
+    not forgotten. If it is interrupted, the user is not stored yet, and the same call continues.
     """
     at = _Deployment.open(location, name, options, writes=True)
     gone = forgotten_users(at.bucket)

@@ -188,7 +188,7 @@ class _Session:
     def _publish_patiently(self, path: Path) -> None:
         """Publishes a directory, as often as it takes: a trainer goes on through an outage too.
 
-        What the store did of an attempt without an answer is found out by the next one.
+        The next attempt finds out what the store did of one without an answer.
         """
         pause_s = POLL_S
         while True:

@@ -199,7 +199,7 @@ class EventArchiver(threading.Thread):
 
     @property
     def _is_signed(self) -> bool:
-        """Whether reading a segment checks its bytes."""
+        """True if reading a segment checks its bytes."""
         layer = signing(self._bucket)
         return layer is not None and layer.trust is not None
 

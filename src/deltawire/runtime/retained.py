@@ -16,7 +16,7 @@ SO = "no floor was raised and nothing was deleted"
 
 def read_retained(bucket: Bucket) -> Retained:
     """Reads which objects were deleted on purpose, for a view; none if ``retained.json`` cannot be
-    read. Who deletes or raises a floor asks `RetainedFile`."""
+    read. Code that deletes or raises a floor asks `RetainedFile`."""
     try:
         data = bucket.get(keys.RETAINED, limit=MAX_RETAINED_BYTES)
         return Retained() if data is None else _decode(bucket, data)

@@ -404,7 +404,7 @@ class SignedBucket(DelegatingBucket):
             check_signature(data, public_key=trust.owner, verify=verify, run=self.url, key=key)
             times = decode_json(data, _Times, run=self.url, key=key)
         except CorruptError:
-            return  # What is not noted refuses less; the object's reader checks it itself.
+            return  # Noting no version refuses less; the object's reader checks it itself.
         if times.run != trust.run_id:
             return
         with state.lock:
@@ -448,7 +448,7 @@ class SignedBucket(DelegatingBucket):
 
     @property
     def allow_rollback(self) -> bool:
-        """Whether this reader accepts a bucket that was set back (``--allow-rollback``)."""
+        """True if this reader accepts a bucket that was set back (``--allow-rollback``)."""
         return self._state.allow_rollback
 
 

@@ -50,7 +50,7 @@ class BodyBudget:
 
 
 _TAKEN: ContextVar[dict[BodyBudget, int]] = ContextVar("taken")
-"""What the request that is handled now has taken of each budget."""
+"""The bytes that the request that is handled now has taken of each budget."""
 BODIES = web.AppKey("bodies", BodyBudget)
 
 

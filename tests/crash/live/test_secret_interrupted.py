@@ -161,7 +161,7 @@ def test_of_two_rotations_with_other_files_the_second_changes_nothing(tmp_path):
     with pytest.raises(InputError, match="lacks generation 1"):
         rotate_secret(bucket, run, two)
     assert fingerprints(bucket)[1:] == [used]
-    two.path.write_bytes(one.path.read_bytes() + two.path.read_bytes())  # What the hint says.
+    two.path.write_bytes(one.path.read_bytes() + two.path.read_bytes())  # The hint's text.
     assert two.read(bucket, run).current.fingerprint == used
 
 

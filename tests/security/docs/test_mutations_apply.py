@@ -1,4 +1,4 @@
-"""What `make mutate` breaks is still in the code, for every claim of docs/THREATS.md."""
+"""The code that `make mutate` breaks still exists, for every claim of docs/THREATS.md."""
 
 import importlib.util
 import sys

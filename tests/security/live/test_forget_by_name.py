@@ -42,7 +42,7 @@ def deployment(tmp_path):
 
 
 def older_gateway(bucket, name, key, names, first):
-    """What a gateway of an earlier release stored: rows and its public key."""
+    """Returns the objects of a gateway of an earlier release: rows and its public key."""
     signer = Ed25519Signer.generate()
     signer.write(key)
     pseudonyms = Generation.adopt(signer).pseudonyms

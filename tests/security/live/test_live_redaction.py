@@ -72,7 +72,7 @@ OPAQUE = {
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
-    """What a gateway stores of an answer to each of ``bodies``, with a redaction function that
+    """Returns the traces of an answer to each of ``bodies``, with a redaction function that
     replaces `PLANTED`: rows, every byte in the bucket and the state folder, and the counts."""
 
     def serve(*bodies, prepare=None):

@@ -1,4 +1,4 @@
-"""What gateways signed with an earlier key stays valid, and an earlier key signs nothing new."""
+"""Objects that gateways signed with an earlier key stay valid; it signs nothing new."""
 
 import time
 

@@ -89,7 +89,7 @@ def _escapes(node):
 
 
 def _only_matched(node, text):
-    """Whether the name that a compiled expression gets is used for nothing but matching."""
+    """Tells whether the name that a compiled expression gets is used for nothing but matching."""
     name = re.escape(text.splitlines()[node.lineno - 1].partition(" = ")[0].strip())
     verbs = set(re.findall(rf"\b{name}\.(\w+)\(", text))
     return name in ANCHORED or (bool(verbs) and verbs <= {"match", "fullmatch"})

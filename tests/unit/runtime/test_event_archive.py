@@ -246,7 +246,7 @@ def test_a_segment_that_cannot_be_read_is_not_archived_and_raises_an_alarm(bucke
     archiver._bucket = faulty
     archiver.archive()
     assert damaged in archiver.alarm
-    # What comes before it in its stream is archived, and all of the other stream.
+    # Segments before it in its stream are archived, and all of the other stream.
     assert bucket.list(f"{keys.EVENTS}trainer-n/")[0] == damaged
     archived = {(one.stream, one.number) for one in archived_segments(bucket)}
     assert archived >= {("trainer-n", number) for number in range(5)}

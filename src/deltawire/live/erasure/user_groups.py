@@ -33,7 +33,7 @@ class Trained(NamedTuple):
 
 
 class UserGroups:
-    """What the versions of a run did with these ``groups``.
+    """Tells what the versions of a run did with these ``groups``.
 
     ``settled`` groups were consumed or dropped; ``trained`` lists those that a step consumed.
     `update` reads the manifests of the versions that are new since the last call.

@@ -97,7 +97,7 @@ class AnswerReader:
     def __init__(self) -> None:
         self.prompt: list[int] = []
         self.prompt_text = ""
-        """What the prompt's tokens say, if the engine states it."""
+        """The text of the prompt's tokens, if the engine states it."""
         self.choices: dict[int, ChoiceTokens] = {}
         self.model = ""
 

@@ -35,7 +35,7 @@ class ReleasedGroups:
         self._open: list[Decision] = []
         self._read_to: int | None = None
         self._restored: dict[int, RestoreRecord] = {}
-        """What the versions up to ``_read_to`` restored, by decision."""
+        """The restores of the versions up to ``_read_to``, by decision."""
 
     def poll(self) -> bool:
         """Reads new decisions and what the trainer restored; returns whether groups were released.

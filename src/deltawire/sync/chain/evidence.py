@@ -2,8 +2,8 @@
 
 A read has three outcomes. An answer may be damaged (a flipped bit, a short body, a stale copy)
 while the object in the store is whole, so a damaged answer says nothing about the object, and one
-that says *not found* says little. What destroys, skips, seals or lowers anything for good acts on
-evidence only:
+that says *not found* says little. Code that destroys, skips, seals or lowers anything for good acts
+on evidence only:
 
 - `Sound`: the object was read and checked. One read is enough, so sound reads cost nothing extra.
 - `Absent`: the store said so twice, each time in answer to the read and in a listing.

@@ -26,7 +26,7 @@ WINDOW = 256
 """Manifests read at a time."""
 
 SO = "nothing was decided"
-"""What is not done if a version cannot be read."""
+"""The act that is left out if a version cannot be read."""
 
 
 def read_history(

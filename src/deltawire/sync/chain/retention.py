@@ -23,7 +23,7 @@ the tombstone of their next version and plan again. Writers need no grace period
 commits after the second read of step 6 checks its own blobs. Ages are measured by the store's
 clock, against an object written for that purpose: no two clocks are compared.
 
-What is read here decides what is lost, so it counts as evidence only (see `evidence`): an object
+The objects read here decide what is lost, so it counts as evidence only (see `evidence`): an object
 that cannot be read, such as a checkpoint's commit, an anchor or a manifest, stops the call with
 `UnreadableError` before anything is deleted. Two kinds of unreadable objects are passed over, and
 reported in `Pruned.refused`: floors, because without one less is deleted, and manifests whose
@@ -454,7 +454,7 @@ class _CheckpointCommit(msgspec.Struct):
 
 
 class _Tombstone(NamedTuple):
-    """What is stored for a closed version; ``fills`` says that no manifest was there."""
+    """The object of a closed version; ``fills`` says that no manifest was there."""
 
     version: int
     data: bytes

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 class RetentionThread:
     """Keeps the newest ``retain`` versions of a run readable, and prunes older ones as `prune`
-    does; 0 keeps all. What cannot be pruned now is pruned after a later anchor.
+    does; 0 keeps all. Versions that cannot be pruned now are pruned after a later anchor.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""What an erasure reads, what it keeps for a trainer, and that it acts on sound answers only."""
+"""Tests what an erasure reads and keeps for a trainer, and that it acts on sound answers."""
 
 import threading
 
