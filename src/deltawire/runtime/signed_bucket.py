@@ -313,7 +313,7 @@ class SignedBucket(DelegatingBucket):
                 raise
             for earlier in self._earlier(trust, role):
                 at = replace(trust, grants={role: earlier.public_key})
-                with contextlib.suppress(SignatureError):
+                with contextlib.suppress(SignatureError):  # Another key of the log may be it.
                     found = open_bytes(data, trust=at, key=key, role=role, now=now)
                     if earlier.signs(key, found.signed_at):
                         return found

@@ -164,7 +164,7 @@ class Trainer(Leader[StepResult]):
         )
 
     def _alarm(self) -> str:
-        """The objects that could not be read, so that nothing old is deleted; empty if all could."""
+        """The objects that could not be read, so that nothing old is deleted; else empty."""
         return self.archiver.alarm or self._trim_alarm or self.version_retention.alarm
 
     def _on_commit(self, receipt: CommitStats) -> None:
