@@ -91,11 +91,19 @@ def extras() -> dict[str, list[Requirement]]:
     """The direct requirements by extra; ``core`` are those of the package itself."""
     table = project()
     named = {"core": table["dependencies"], **table["optional-dependencies"]}
-    return {
-        name: [Requirement(text) for text in texts]
-        for name, texts in named.items()
-        if name not in SEPARATE
-    }
+    return {name: _direct(texts, named) for name, texts in named.items() if name not in SEPARATE}
+
+
+def _direct(texts: Iterable[str], named: Mapping[str, list[str]]) -> list[Requirement]:
+    """The requirements of an extra; another extra that it names is replaced by that one's."""
+    found: list[Requirement] = []
+    for one in map(Requirement, texts):
+        if one.name == "deltawire":
+            for extra in sorted(one.extras):
+                found += _direct(named[extra], named)
+        else:
+            found.append(one)
+    return found
 
 
 def separate() -> dict[str, list[Requirement]]:

@@ -83,7 +83,13 @@ class DecisionLog:
     def _require_no_gap(self) -> None:
         """Raises `SignatureError` if the bucket lists a decision after one that is not there."""
         after = self.next_number
-        later = [keys.trailing_number(key) for key in self._bucket.list(keys.LIVE_DECISIONS)]
+        # Others may decide between the last read and the listing: what is listed is read first.
+        listed = self._bucket.list(keys.LIVE_DECISIONS)
+        while self._read(self.next_number):
+            pass
+        if self.next_number > after:
+            return
+        later = [keys.trailing_number(key) for key in listed]
         if found := [number for number in later if number is not None and number > after]:
             raise SignatureError(
                 f"decision {after} is missing, and decision {min(found)} exists",
@@ -106,6 +112,8 @@ class DecisionLog:
         if fault := fault_after(self.newest, decision):
             raise InputError(f"cannot decide this now: {fault}", run=self._bucket.url)
         self._require_no_gap()
+        if decision.number != self.next_number:
+            return False  # Another process decided meanwhile.
         decision = msgspec.structs.replace(decision, previous=self._newest_hash)
         stored = self._bucket.create(keys.live_decision(decision.number), encode_json(decision))
         self.poll()

@@ -80,7 +80,8 @@ def test_any_two_deciders_keep_one_valid_series(release, steps):
             before = log.next_number
             stored = log.append(decision)
             assert log.next_number > before
-            assert stored == (decision in log.decisions)
+            known = [msgspec.structs.replace(one, previous="") for one in log.decisions]
+            assert stored == (decision in known)
     for log in logs:
         log.poll()
         assert not log.void

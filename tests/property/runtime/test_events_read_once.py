@@ -14,9 +14,10 @@ from types import SimpleNamespace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from numbered_events import numbered_event
 
 from deltawire.errors import RetryError
-from deltawire.events import WarmStep, decode_lines
+from deltawire.events import decode_lines
 from deltawire.runtime.event_archive import EventArchiver, read_archive
 from deltawire.runtime.event_cursor import QUIET_S, first_since, newest_segment, number_of, segments
 from deltawire.runtime.event_log import EventLog
@@ -172,7 +173,7 @@ class ReadersAndWriters(RuleBasedStateMachine):
             number = read_retained(self.bucket.inner).archives
             while (archive := read_archive(self.bucket.inner, number)) is not None:
                 for segment in archive:
-                    events = {event.step for event in decode_lines(segment.data)}
+                    events = {event.version for event in decode_lines(segment.data)}
                     assert events <= set(self.delivered.get(segment.stream, []))
                 number += 1
 
@@ -217,7 +218,7 @@ class ReadersAndWriters(RuleBasedStateMachine):
     def _write(self, which):
         log = self.writers[which % len(self.writers)]
         for _ in range(1 + self.count % 2):
-            log.record(WarmStep(process=log.process, at=self.now, step=self.count, loss=0.0))
+            log.record(numbered_event(log.process, self.count))
             self.written[log.process].append(self.count)
             self.count += 1
         log.flush()
@@ -237,11 +238,11 @@ class ReadersAndWriters(RuleBasedStateMachine):
             self.bucket.inner.get(entry.key, limit=1 << 20) or b""
             for entry in segments(self.bucket.inner, stream)
         )
-        return [event.step for data in stored for event in decode_lines(data)]
+        return [event.version for data in stored for event in decode_lines(data)]
 
     def _read_tail(self, *, everything):
         for event in self.tail.read(everything=everything):
-            self.delivered.setdefault(event.process, []).append(event.step)
+            self.delivered.setdefault(event.process, []).append(event.version)
 
     def _look_at_recent(self, *, everything):
         before = len(self.bucket.operations)
