@@ -113,7 +113,9 @@ class DecisionLog:
             raise InputError(f"cannot decide this now: {fault}", run=self._bucket.url)
         self._require_no_gap()
         if decision.number != self.next_number:
-            return False  # Another process decided meanwhile.
+            # Decided meanwhile: by another process, or by a create that got no answer.
+            unchained = (msgspec.structs.replace(one, previous="") for one in self.decisions)
+            return msgspec.structs.replace(decision, previous="") in unchained
         decision = msgspec.structs.replace(decision, previous=self._newest_hash)
         stored = self._bucket.create(keys.live_decision(decision.number), encode_json(decision))
         self.poll()
