@@ -5,8 +5,8 @@
 The environment holds a wheel of this checkout with the extras that the documents name, and nothing
 else; the folder holds what a checkout has for ``make demo``. Commands are run as they are written.
 Only these differ from a user's first hour: runs are small (`SMALLER`), ``s3://bucket`` is a server
-on a loopback port, `PREPARED` makes what the documents take for granted, and commands that run
-until they are interrupted (`UNTIL`) are, once they have done what they promise. The first command
+on a loopback port, `prepare` makes what the documents take for granted, and commands that run until
+they are interrupted (`run_command`) are, once they have done what they promise. The first command
 that fails ends the script with its output. Every process is ended by its id at the end.
 """
 
