@@ -370,7 +370,7 @@ class Controlled(_Event, tag="controlled", frozen=True, kw_only=True):
     tokens, by ``sampled``, ``trained``, ``published`` and ``environment``.
     """
 
-    written_by: ClassVar[frozenset[Role]] = frozenset({"trainer"})
+    written_by: ClassVar[frozenset[Role]] = frozenset({"evaluator"})
     at: float
     version: int
     before: BudgetSetting

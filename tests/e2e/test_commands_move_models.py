@@ -120,7 +120,6 @@ def test_an_operators_mistakes_are_one_line(
         ["publish", "--to", run],
         ["publish", str(tmp_path / "none"), "--to", run],
         ["publish", str(tmp_path / "empty"), "--to", run],
-        ["publish", "--watch", str(tmp_path / "none"), "--to", run],
         ["publish", "--to", run, "--watch", str(tmp_path / "empty"), "--key", "/none"],
         ["pull", str(tmp_path / "empty"), str(tmp_path / "out")],
         ["pull", str(tmp_path / "none"), str(tmp_path / "out")],

@@ -95,7 +95,7 @@ FLAGS = {
         "--threads",
         "--json",
     },
-    "prune": {"--retain", "--grace", "--dry-run", "--key", "--json"},
+    "prune": TRUST | {"--retain", "--grace", "--dry-run", "--key", "--json"},
     "pull": TRUST
     | {
         "--version",

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from deltawire.cli.arguments import add_count, add_grace, add_json, add_key, add_run_url
+from deltawire.cli.arguments import (
+    add_count,
+    add_grace,
+    add_json,
+    add_key,
+    add_run_url,
+    add_trust,
+    trust_of,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -16,6 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_grace(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be deleted")
     add_key(parser)
+    add_trust(parser)
     add_json(parser)
 
 
@@ -28,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.run,
         retain=arguments.retain,
         grace_s=arguments.grace * 3600,
+        trust=trust_of(arguments),
         signer=read_signer(arguments.key),
         dry_run=arguments.dry_run,
         as_json=arguments.json,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from deltawire.dashboard.wording import byte_size
-from deltawire.store import open_bucket
+from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.sync import newest_readable, prune, read_run
 from deltawire.wire.seal import Signer
 
@@ -15,14 +15,16 @@ def prune_run(
     *,
     retain: int,
     grace_s: float,
+    trust: ReaderTrust = ANY,
     signer: Signer | None = None,
     dry_run: bool = False,
     as_json: bool = False,
 ) -> None:
     """Keeps the newest ``retain`` versions of the run at ``location`` readable and prunes older
-    ones, as `prune` does. Raises `InputError` if there is no run.
+    ones, as `prune` does. Raises `InputError` if there is no run, and `SignatureError` if it is not
+    the one that ``trust`` pins.
     """
-    bucket = open_bucket(location)
+    bucket = open_trusted(location, trust)
     run = read_run(bucket, public_key=signer.public_key if signer else "")
     newest = newest_readable(bucket, run)
     cutoff = -1 if newest is None else newest.version - retain + 1

@@ -47,14 +47,23 @@ def call(*arguments):
     return main([str(argument) for argument in arguments])
 
 
+def actions_of(parser):
+    """The commands of a parser by name; none if it has none."""
+    found = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    return found[0].choices if found else {}
+
+
+def leaves(parser):
+    """The parsers below one that have no further commands."""
+    below = actions_of(parser).values()
+    return [leaf for each in below for leaf in leaves(each)] if below else [parser]
+
+
 def test_every_command_that_reads_a_run_takes_a_pin():
-    commands = next(
-        action.choices
-        for action in build_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
+    commands = actions_of(build_parser())
     assert len(commands) == len(COMMANDS)
-    for name, parser in commands.items():
+    parsers = [(name, each) for name, parser in commands.items() for each in leaves(parser)]
+    for name, parser in parsers:
         flags = {option for action in parser._actions for option in action.option_strings}
         trust = {"--public-key", "--max-age", "--allow-rollback"} & flags
         assert len(trust) == 3 or name in LOCAL, name

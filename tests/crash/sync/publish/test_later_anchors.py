@@ -82,7 +82,9 @@ def test_each_operation_of_an_anchor_fails_in_turn(done):
         publisher.publish(weights(2))
         Publisher.flush(publisher)
         publisher.close()
-        commit = 5  # The delta's blob, the manifest, the floors, the intents, the blob's size.
+        commit = (
+            6  # The delta's blob, run.json, the manifest, the floors, the intents, the blob's size.
+        )
         operations = len(bucket.operations) - before - commit
         assert 4 <= operations <= 8
 

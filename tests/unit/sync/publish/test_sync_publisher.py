@@ -472,7 +472,8 @@ def test_anchors_by_share_and_over_restarts(bucket):
 def test_tied_names_are_stored_once(bucket):
     run = start_run(bucket)
     tied = msgspec.structs.replace(run, id="f" * 32, aliases={"lm_head": "embed.weight"})
-    other = create_run(open_bucket("memory://"), tied)
+    bucket = open_bucket("memory://")
+    other = create_run(bucket, tied)
     blank = empty_mirror(other)
     publisher = Publisher(bucket, other, blank, epoch=0, compaction_strides=())
     tensors = weights(0)
