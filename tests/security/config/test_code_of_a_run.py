@@ -213,10 +213,12 @@ def test_a_trusted_reward_is_imported_by_the_same_commands(traps, monkeypatch, c
 def test_the_working_directory_supplies_no_module(traps, tmp_path):
     """Not even one that this machine trusts: a bucket may be a folder in it."""
     url, module, mark = traps("live.reward_function")
+    # An owner may put folders on the path by PYTHONPATH; an empty entry is the working directory.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ended = subprocess.run(
         [sys.executable, "-m", "deltawire", "live", "status", url],
         cwd=tmp_path,
-        env={**os.environ, TRUSTED: module},
+        env={**inherited, TRUSTED: module},
         capture_output=True,
         text=True,
         check=False,

@@ -208,7 +208,7 @@ def test_versions_that_are_due(folder):
     [
         ({"name": "a"}, "two held-out sources of midtrain have the name a"),
         ({"column": "absent"}, "b.jsonl has no column 'absent'"),
-        ({"path": "nowhere.jsonl"}, "nowhere.jsonl, which this machine does not give"),
+        ({"path": "/nowhere/b.jsonl"}, "/nowhere/b.jsonl, which this machine does not give"),
     ],
 )
 def test_wrong_held_out_streams_are_named(folder, changes, message):
