@@ -1,6 +1,8 @@
 """The simulated store: requests overlap, pages and ranges count, and rates are kept."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 
@@ -84,12 +86,16 @@ def test_a_store_on_this_machine_is_asked_one_thing_at_a_time():
 
 def test_the_first_error_is_raised_and_later_requests_are_left_out():
     bucket = SimulatedBucket(open_bucket("memory://"), latency_s=0.0)
-    made = []
+    made, failed = [], Event()
 
     def request(number):
         made.append(number)
         if number == 3:
+            failed.set()
             raise ValueError("the third")
+        if number > 3:  # no request is faster than the news of the error
+            assert failed.wait(10)
+            time.sleep(0.001)
 
     with pytest.raises(ValueError, match="the third"):
         in_parallel(bucket, request, range(10_000), at_once=2)
