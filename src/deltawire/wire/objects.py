@@ -85,7 +85,7 @@ def encode_packed(value: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-def decode_packed(data: bytes, kind: type[T], *, run: str, key: str) -> T:
+def decode_packed(data: bytes | memoryview, kind: type[T], *, run: str, key: str) -> T:
     """Decodes and checks an object; raises `CorruptError` naming run and key."""
     try:
         return msgspec.msgpack.decode(data, type=prepared(kind))

@@ -5,13 +5,18 @@ int32, loss mask uint8, with one entry per token.
 
 An episode whose context was rebuilt while it ran, for example by a summary, is several trajectories
 with one episode number: each has the prompt that the model actually read.
+
+A group is refused at the least cost. Its arrays are read where they lie in the object. What it
+declares (how many trajectories, tokens, bytes of routes, turns of thinking) is compared with
+`GroupLimits` before a list is made of it or a value is read. Arrays are copied last, once nothing
+can refuse the group any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -23,6 +28,8 @@ from deltawire.wire.objects import FORMAT, decode_packed, encode_packed
 
 MAX_GROUP_BYTES = 256 << 20
 MAX_TRAJECTORIES = 4096
+MAX_THINKING = 1 << 20
+"""Turns of thinking, and ranges of inserted tokens, of all trajectories of a group."""
 MAX_PROBES = 64
 MAX_NAME = 64
 """Characters of a worker's, a family's or a probe's name."""
@@ -34,6 +41,8 @@ OVERLONG = frozenset({"length", "context"})
 
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
 
+_NIL = b"\xc0"
+"""None in MessagePack."""
 
 THINKING_ENDS = ("answered", "forced", "cut", "stop_string", "limit", "stray_mark")
 """How a turn with a thinking budget may end."""
@@ -55,20 +64,30 @@ class _Reuse(msgspec.Struct, frozen=True, array_like=True):
     count: Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 
+class _ThinkingOutline(msgspec.Struct, frozen=True, array_like=True):
+    """The thinking of a trajectory whose turns are not decoded yet."""
+
+    budget: int
+    turns: msgspec.Raw
+    forced: memoryview = memoryview(b"")
+
+
 class _Sequence(msgspec.Struct, frozen=True, array_like=True):
-    tokens: bytes
-    logprobs: bytes
-    versions: bytes
-    mask: bytes
+    """A trajectory, whose arrays are views of the object that it was decoded from."""
+
+    tokens: memoryview
+    logprobs: memoryview
+    versions: memoryview
+    mask: memoryview
     reward: float
     finish: Annotated[str, Meta(max_length=32)]
     episode: Annotated[int, Meta(ge=-1, lt=4096)] = -1
-    prompt: bytes = b""
+    prompt: memoryview = memoryview(b"")
     turns: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     cause: Annotated[str, Meta(max_length=512)] = ""
     probes: Annotated[dict[_Name, float], Meta(max_length=MAX_PROBES)] = {}
-    routes: bytes = b""
-    thinking: _Thinking | None = None
+    routes: memoryview = memoryview(b"")
+    thinking: msgspec.Raw = msgspec.Raw(_NIL)
     reuse: _Reuse | None = None
 
 
@@ -79,8 +98,24 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
     task: Annotated[str, Meta(max_length=MAX_TASK)]
     family: _Name = ""
     temperature: float
-    prompt: bytes
-    sequences: Annotated[list[_Sequence], Meta(min_length=1, max_length=MAX_TRAJECTORIES)]
+    prompt: memoryview
+    sequences: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=MAX_TRAJECTORIES)]
+
+
+@dataclass(frozen=True)
+class GroupLimits:
+    """The most that a group may declare, compared before any of it is decoded.
+
+    ``tokens`` counts those of one trajectory without its prompt, ``prompt`` those of a prompt,
+    ``routes`` the bytes of one trajectory's expert choices, and ``thinking`` the turns of thinking
+    and the ranges of inserted tokens of all trajectories.
+    """
+
+    trajectories: int = MAX_TRAJECTORIES
+    tokens: int = MAX_GROUP_BYTES
+    prompt: int = MAX_GROUP_BYTES
+    routes: int = MAX_GROUP_BYTES
+    thinking: int = MAX_THINKING
 
 
 @dataclass(frozen=True)
@@ -230,11 +265,9 @@ class Group:
     @property
     def largest_token(self) -> int:
         """The largest token id in the group."""
-        return max(
-            int(part.max(initial=0))
-            for t in self.trajectories
-            for part in (self.prompt, self.prompt_of(t), t.tokens_T)
-        )
+        parts = [self.prompt, *(t.tokens_T for t in self.trajectories)]
+        parts += [t.prompt for t in self.trajectories if t.prompt is not None]
+        return max(int(part.max(initial=0)) for part in parts)
 
     @property
     def tokens(self) -> int:
@@ -244,6 +277,25 @@ class Group:
 
 def encode_group(group: Group) -> bytes:
     """Encodes the object stored at ``rollouts/<worker>/<sequence>``."""
+    sequences = [
+        _Sequence(
+            _view(t.tokens_T, "<i4"),
+            _view(t.logprobs_T, "<f4"),
+            _view(t.versions_T, "<i4"),
+            _view(t.mask_T, "u1"),
+            float(t.reward),
+            t.finish,
+            t.episode,
+            memoryview(b"") if t.prompt is None else _view(t.prompt, "<i4"),
+            t.turns,
+            t.cause,
+            {name: float(value) for name, value in t.probes.items()},
+            memoryview(t.routes),
+            _packed_thinking(t.thinking),
+            None if t.reuse is None else _Reuse(t.reuse.source, t.reuse.count),
+        )
+        for t in group.trajectories
+    ]
     return encode_packed(
         _Group(
             worker=group.worker,
@@ -251,87 +303,196 @@ def encode_group(group: Group) -> bytes:
             task=group.task,
             family=group.family,
             temperature=group.temperature,
-            prompt=group.prompt.astype("<i4").tobytes(),
-            sequences=[
-                _Sequence(
-                    t.tokens_T.astype("<i4").tobytes(),
-                    t.logprobs_T.astype("<f4").tobytes(),
-                    t.versions_T.astype("<i4").tobytes(),
-                    t.mask_T.astype("u1").tobytes(),
-                    float(t.reward),
-                    t.finish,
-                    t.episode,
-                    b"" if t.prompt is None else t.prompt.astype("<i4").tobytes(),
-                    t.turns,
-                    t.cause,
-                    {name: float(value) for name, value in t.probes.items()},
-                    t.routes,
-                    _packed_thinking(t.thinking),
-                    None if t.reuse is None else _Reuse(t.reuse.source, t.reuse.count),
-                )
-                for t in group.trajectories
-            ],
+            prompt=_view(group.prompt, "<i4"),
+            sequences=[msgspec.Raw(encode_packed(one)) for one in sequences],
         )
     )
 
 
-def decode_group(data: bytes, *, run: str, key: str) -> Group:
+def decode_group(
+    data: bytes,
+    *,
+    run: str,
+    key: str,
+    limits: GroupLimits = GroupLimits(),
+    fault: Callable[[Group], str] = lambda _: "",
+) -> Group:
     """Decodes a group and validates its arrays.
 
     Raises `CorruptError` if a trajectory's arrays differ in length, for a trajectory without a
     drawn token and without a cause, log-probabilities that are not finite or are above 0, a
     negative token or version, a reward or probe that is not finite, segments of one episode that
     state different rewards, thinking that contradicts the tokens, and a temperature that is not
-    finite and above 0.
+    finite and above 0. Raises `RefusedGroupError` for a sound group that declares more than
+    ``limits``, or in which ``fault`` finds one.
     """
     raw = decode_packed(data, _Group, run=run, key=key)
-    fault = "" if raw.format == FORMAT else f"format {raw.format}"
-    if not raw.prompt or len(raw.prompt) % 4:
-        fault = fault or "a prompt is not a whole number of tokens"
-    elif (np.frombuffer(raw.prompt, "<i4") < 0).any():
-        fault = fault or "a negative token"
-    if not (np.isfinite(raw.temperature) and raw.temperature > 0):
-        fault = fault or f"temperature {raw.temperature}"
+
+    def corrupt(reason: str) -> None:
+        if reason:
+            raise CorruptError(f"group: {reason}", run=run, key=key)
+
+    def refuse(reason: str) -> None:
+        if reason:
+            raise RefusedGroupError(raw.nonce, reason, run=run, key=key)
+
+    corrupt(_head_fault(raw))
+    refuse(_head_excess(raw, limits))
+    sequences, thoughts = [], limits.thinking
+    for one in raw.sequences:
+        sequence = decode_packed(memoryview(one), _Sequence, run=run, key=key)
+        corrupt(_length_fault(sequence))
+        refuse(_excess(sequence, limits))
+        outline = _outline(sequence.thinking, run=run, key=key)
+        thoughts -= 0 if outline is None else _declared(outline)
+        if thoughts < 0:
+            refuse(f"more than {limits.thinking} turns of thinking and ranges of inserted tokens")
+        sequences.append(sequence)
     trajectories = []
-    for sequence in raw.sequences:
-        fault = fault or _sequence_fault(sequence)
-        if fault:
-            raise CorruptError(f"group: {fault}", run=run, key=key)
-        trajectories.append(
-            Trajectory(
-                np.frombuffer(sequence.tokens, "<i4"),
-                np.frombuffer(sequence.logprobs, "<f4"),
-                np.frombuffer(sequence.versions, "<i4"),
-                np.frombuffer(sequence.mask, "u1"),
-                sequence.reward,
-                sequence.finish,
-                sequence.episode,
-                np.frombuffer(sequence.prompt, "<i4") if sequence.prompt else None,
-                sequence.turns,
-                sequence.cause,
-                sequence.probes,
-                sequence.routes,
-                _read_thinking(sequence.thinking),
-                _read_reuse(sequence.reuse),
-            )
-        )
-    rewards: dict[int, float] = {}
-    for t in trajectories:
-        if t.episode >= 0 and rewards.setdefault(t.episode, t.reward) != t.reward:
-            fault = fault or f"the segments state different rewards for episode {t.episode}"
+    for sequence in sequences:
+        thinking = _decoded_thinking(sequence.thinking, run=run, key=key)
+        corrupt(_sequence_fault(sequence, thinking))
+        trajectories.append(_trajectory(sequence, thinking))
     prompt = np.frombuffer(raw.prompt, "<i4")
     group = Group(
         raw.worker, raw.nonce, raw.task, raw.temperature, prompt, trajectories, raw.family
     )
-    fault = fault or next(
-        filter(None, (_reuse_fault(group, i) for i in range(len(trajectories)))), ""
+    corrupt(_group_fault(group))
+    refuse(fault(group))
+    return _owning(group)
+
+
+class RefusedGroupError(CorruptError):
+    """A group that is whole and exceeds what its run allows; ``nonce`` says who was granted it."""
+
+    def __init__(self, nonce: str, message: str, *, run: str, key: str) -> None:
+        super().__init__(message, run=run, key=key)
+        self.nonce = nonce
+
+
+def _head_fault(raw: _Group) -> str:
+    if raw.format != FORMAT:
+        return f"format {raw.format}"
+    if not raw.prompt or len(raw.prompt) % 4:
+        return "a prompt is not a whole number of tokens"
+    if not (np.isfinite(raw.temperature) and raw.temperature > 0):
+        return f"temperature {raw.temperature}"
+    return ""
+
+
+def _head_excess(raw: _Group, limits: GroupLimits) -> str:
+    if len(raw.sequences) > limits.trajectories:
+        return f"more than {limits.trajectories} trajectories"
+    if len(raw.prompt) > 4 * limits.prompt:
+        return f"a prompt of more than {limits.prompt} tokens"
+    return ""
+
+
+def _length_fault(sequence: _Sequence) -> str:
+    count = len(sequence.mask)
+    if {len(sequence.tokens), len(sequence.logprobs), len(sequence.versions)} != {4 * count}:
+        return "arrays that differ in length"
+    return "a prompt that is not tokens" if len(sequence.prompt) % 4 else ""
+
+
+def _excess(sequence: _Sequence, limits: GroupLimits) -> str:
+    if len(sequence.mask) > limits.tokens:
+        return f"a sequence of more than {limits.tokens} tokens"
+    if len(sequence.prompt) > 4 * limits.prompt:
+        return f"a prompt of more than {limits.prompt} tokens"
+    if len(sequence.routes) > limits.routes:
+        return f"{len(sequence.routes)} bytes of expert choices, beyond {limits.routes}"
+    return ""
+
+
+def _trajectory(sequence: _Sequence, thinking: _Thinking | None) -> Trajectory:
+    """The trajectory, whose arrays are views of the object."""
+    return Trajectory(
+        np.frombuffer(sequence.tokens, "<i4"),
+        np.frombuffer(sequence.logprobs, "<f4"),
+        np.frombuffer(sequence.versions, "<i4"),
+        np.frombuffer(sequence.mask, "u1"),
+        sequence.reward,
+        sequence.finish,
+        sequence.episode,
+        np.frombuffer(sequence.prompt, "<i4") if sequence.prompt else None,
+        sequence.turns,
+        sequence.cause,
+        sequence.probes,
+        sequence.routes,  # type: ignore[arg-type]
+        _read_thinking(thinking),
+        None if sequence.reuse is None else Reuse(sequence.reuse.source, sequence.reuse.count),
     )
-    if fault:
-        raise CorruptError(f"group: {fault}", run=run, key=key)
-    return group
 
 
-def _reuse_fault(group: Group, place: int) -> str:
+def _owning(group: Group) -> Group:
+    """A copy of a group that does not hold the object that it was decoded from."""
+    return replace(
+        group,
+        prompt=_copied(group.prompt),
+        trajectories=[
+            replace(
+                t,
+                tokens_T=_copied(t.tokens_T),
+                logprobs_T=_copied(t.logprobs_T),
+                versions_T=_copied(t.versions_T),
+                mask_T=_copied(t.mask_T),
+                prompt=None if t.prompt is None else _copied(t.prompt),
+                routes=bytes(t.routes),
+            )
+            for t in group.trajectories
+        ],
+    )
+
+
+def _copied(array: NDArray[Any]) -> NDArray[Any]:
+    return np.frombuffer(array.tobytes(), array.dtype)
+
+
+def _view(array: NDArray[Any], dtype: str) -> memoryview:
+    return memoryview(array.astype(dtype).tobytes())
+
+
+def _group_fault(group: Group) -> str:
+    if (group.prompt < 0).any():
+        return "a negative token"
+    rewards: dict[int, float] = {}
+    first: dict[int, int] = {}
+    for place, t in enumerate(group.trajectories):
+        if t.episode >= 0 and rewards.setdefault(t.episode, t.reward) != t.reward:
+            return f"the segments state different rewards for episode {t.episode}"
+        first.setdefault(t.episode, place)
+    same = _SamePrompts(group)
+    faults = (_reuse_fault(group, place, first, same) for place in range(len(group.trajectories)))
+    return next(filter(None, faults), "")
+
+
+class _SamePrompts:
+    """Compares prompts of two trajectories, each with the group's at most once: otherwise some
+    thousand short trajectories could each ask for the comparison of a long prompt."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._as_group: dict[int, bool] = {}
+
+    def __call__(self, place: int, source: int) -> bool:
+        own, other = (self._group.trajectories[n].prompt for n in (place, source))
+        if own is not None and other is not None:
+            return np.array_equal(own, other)
+        return all(self._is_groups(n) for n in (place, source))
+
+    def _is_groups(self, place: int) -> bool:
+        prompt = self._group.trajectories[place].prompt
+        if place not in self._as_group:
+            same = prompt is None or np.array_equal(prompt, self._group.prompt)
+            self._as_group[place] = same
+        return self._as_group[place]
+
+
+def _reuse_fault(
+    group: Group, place: int, first: Mapping[int, int], same_prompt: _SamePrompts
+) -> str:
+    """``first`` has the first trajectory of each episode."""
     t = group.trajectories[place]
     if t.reuse is None:
         return ""
@@ -343,9 +504,9 @@ def _reuse_fault(group: Group, place: int) -> str:
     other = group.trajectories[source]
     if other.cause or (other.reuse is not None and other.reuse.source != source):
         return "tokens reused from an episode that failed, or that did not draw them"
-    if any(one.episode >= 0 and _is_later(group, n) for n, one in ((place, t), (source, other))):
+    if any(one.episode >= 0 and first[one.episode] < n for n, one in ((place, t), (source, other))):
         return "reused tokens in a later segment of an episode"
-    if not np.array_equal(group.prompt_of(t), group.prompt_of(other)) or t.mask_T[:count].any():
+    if not same_prompt(place, source) or t.mask_T[:count].any():
         return "reused tokens after another prompt, or with mask 1"
     for name in ("tokens_T", "logprobs_T", "versions_T"):
         if not np.array_equal(getattr(t, name)[:count], getattr(other, name)[:count]):
@@ -353,16 +514,7 @@ def _reuse_fault(group: Group, place: int) -> str:
     return ""
 
 
-def _is_later(group: Group, place: int) -> bool:
-    """Returns whether a trajectory is not the first segment of its episode."""
-    episode = group.trajectories[place].episode
-    return any(one.episode == episode for one in group.trajectories[:place])
-
-
-def _sequence_fault(sequence: _Sequence) -> str:
-    count = len(sequence.mask)
-    if {len(sequence.tokens), len(sequence.logprobs), len(sequence.versions)} != {4 * count}:
-        return "arrays that differ in length"
+def _sequence_fault(sequence: _Sequence, thinking: _Thinking | None) -> str:
     mask = np.frombuffer(sequence.mask, "u1")
     if mask.max(initial=0) != 1 and not (sequence.cause and not mask.any()):
         return "a trajectory has no token that the model drew"
@@ -376,11 +528,11 @@ def _sequence_fault(sequence: _Sequence) -> str:
         return "a negative version"
     if not np.isfinite([sequence.reward, *sequence.probes.values()]).all():
         return "a reward or probe that is not finite"
-    if len(sequence.prompt) % 4 or (np.frombuffer(sequence.prompt, "<i4") < 0).any():
+    if (np.frombuffer(sequence.prompt, "<i4") < 0).any():
         return "a prompt that is not tokens"
-    if sequence.thinking is not None:
+    if thinking is not None:
         reused = 0 if sequence.reuse is None else sequence.reuse.count
-        return _thinking_fault(sequence.thinking, mask, sequence.turns, reused)
+        return _thinking_fault(thinking, mask, sequence.turns, reused)
     return ""
 
 
@@ -399,16 +551,35 @@ def _thinking_fault(thinking: _Thinking, mask: NDArray[np.uint8], turns: int, re
     return ""
 
 
-def _packed_thinking(thinking: Thinking | None) -> _Thinking | None:
+def _packed_thinking(thinking: Thinking | None) -> msgspec.Raw:
     if thinking is None:
-        return None
+        return msgspec.Raw(_NIL)
     turns = [_ThinkingTurn(thought, ended) for thought, ended in thinking.turns]  # type: ignore[arg-type]
     forced = np.array(thinking.forced, "<i4").reshape(-1, 2).tobytes()
-    return _Thinking(thinking.budget, turns, forced)
+    return msgspec.Raw(encode_packed(_Thinking(thinking.budget, turns, forced)))
 
 
-def _read_reuse(raw: _Reuse | None) -> Reuse | None:
-    return None if raw is None else Reuse(raw.source, raw.count)
+def _outline(raw: msgspec.Raw, *, run: str, key: str) -> _ThinkingOutline | None:
+    if bytes(memoryview(raw)[:1]) == _NIL:
+        return None
+    return decode_packed(memoryview(raw), _ThinkingOutline, run=run, key=key)
+
+
+def _declared(thinking: _ThinkingOutline) -> int:
+    """How many turns and ranges are declared; 0 turns for a value that is no array."""
+    head = bytes(memoryview(thinking.turns)[:5])
+    turns = 0
+    if head[0] & 0xF0 == 0x90:
+        turns = head[0] & 0x0F
+    elif head[0] in (0xDC, 0xDD):
+        turns = int.from_bytes(head[1 : 3 if head[0] == 0xDC else 5], "big")
+    return turns + len(thinking.forced) // 8
+
+
+def _decoded_thinking(raw: msgspec.Raw, *, run: str, key: str) -> _Thinking | None:
+    if _outline(raw, run=run, key=key) is None:
+        return None
+    return decode_packed(memoryview(raw), _Thinking, run=run, key=key)
 
 
 def _read_thinking(raw: _Thinking | None) -> Thinking | None:

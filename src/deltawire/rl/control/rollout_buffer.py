@@ -12,12 +12,12 @@ from deltawire.errors import CorruptError, SignatureError
 from deltawire.rl.allocation.allocator import Allocator, OpenParts, Ready
 from deltawire.rl.control.incidents import Incidents
 from deltawire.rl.control.quota import Quota
-from deltawire.rl.control.rollout_reader import Bounds, read_group
+from deltawire.rl.control.rollout_reader import Bounds, read_group, without_traceback
 from deltawire.rl.control.staleness import StalenessPolicy
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger, PromptRecord
-from deltawire.wire.rollouts import Group
+from deltawire.wire.rollouts import Group, RefusedGroupError
 
 DropCause = Literal[
     "stale",
@@ -140,11 +140,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Found:
-    """A group that was read, the hash of its bytes, and the first bound that it exceeds."""
+    """A group that was read, and the hash of its bytes."""
 
     group: Group
     hash: str
-    fault: str
+
+    @property
+    def nonce(self) -> str:
+        return self.group.nonce
 
 
 class Guard(Protocol):
@@ -341,13 +344,10 @@ class RolloutBuffer:
 
     def _read(self, name: tuple[str, int]) -> _Found | CorruptError | None:
         try:
-            found = read_group(self._bucket, *name)
+            found = read_group(self._bucket, *name, bounds=self._bounds)
         except CorruptError as error:
-            return error
-        if found is None:
-            return None
-        fault = "" if self._bounds is None else self._bounds.fault(found[0])
-        return _Found(*found, fault)
+            return without_traceback(error)
+        return None if found is None else _Found(*found)
 
     def _add(self, worker: str, sequence: int, result: _Found | CorruptError) -> None:
         if isinstance(result, SignatureError):  # Not the worker's doing: it is not blamed.
@@ -356,20 +356,20 @@ class RolloutBuffer:
             self._arrive(worker, None)
             return
         self._fetched_of[worker] += 1
-        if isinstance(result, CorruptError):
+        if isinstance(result, CorruptError) and not isinstance(result, RefusedGroupError):
             self._unreadable[worker] += 1
             row = self._unreadable[worker] >= QUARANTINE_AFTER
             blame = self._guard is None or row
             self._add_damaged(worker, sequence, result.message, blame=blame)
             return
-        if self._guard and (fault := self._guard.check_nonce(worker, result.group.nonce)):
+        if self._guard and (fault := self._guard.check_nonce(worker, result.nonce)):
             self.incidents.report(worker, "not granted", f"group {sequence}: {fault}")
             self._dropped.append(Drop(worker, sequence, "not granted"))
             self._arrive(worker, None)
             return
         self._unreadable[worker] = 0
-        if result.fault:
-            self._add_damaged(worker, sequence, result.fault, blame=True)
+        if isinstance(result, RefusedGroupError):
+            self._add_damaged(worker, sequence, result.message, blame=True)
             return
         self.proven.add(worker)
         group = result.group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import blake3
@@ -17,15 +18,19 @@ from deltawire.wire import keys
 from deltawire.wire.ledger import GROUP_HASH_DIGITS
 from deltawire.wire.rollouts import (
     MAX_GROUP_BYTES,
+    MAX_THINKING,
     MAX_TRAJECTORIES,
     Group,
+    GroupLimits,
     Trajectory,
     decode_group,
 )
 
 READS = 3
-"""A group counts as damaged only if every read finds it damaged: a network may truncate an answer
-and report it as complete, and a dropped group is lost."""
+"""A group counts as damaged only if every read finds it damaged, or two find the same bytes: a
+network may truncate an answer and report it as complete, and a dropped group is lost."""
+LARGE_GROUP = 16 << 20
+"""Bytes from which on groups are read one at a time: a poll has up to 64 readers."""
 LARGEST_REWARD = 1e4
 """The largest magnitude of a reward, in multiples of ``probes.reward_scale``."""
 MAX_FAILED_PROMPT = 1 << 20
@@ -78,6 +83,15 @@ class Bounds:
             0 if config.parity.routes == "off" else rollout.context * MAX_ROUTE_BYTES,
             frozenset() if rollout.thinking is None else rollout.thinking.allowed,
             sharing_of(rollout),
+        )
+
+    @property
+    def limits(self) -> GroupLimits:
+        """What a group may declare: checked before it is decoded."""
+        parts = min(self.episodes * self.turns, MAX_TRAJECTORIES)
+        turns = self.episodes * self.turns if self.budgets else 0
+        return GroupLimits(
+            parts, self.context, MAX_FAILED_PROMPT, self.routes, min(2 * turns, MAX_THINKING)
         )
 
     @property
@@ -147,34 +161,58 @@ class Bounds:
         return ""
 
 
+_LARGE = threading.Lock()
+
+
 def read_group(
     bucket: Bucket, worker: str, sequence: int, *, bounds: Bounds | None = None, expected: str = ""
 ) -> tuple[Group, str] | None:
     """Reads a worker's group and the hash of its bytes, None if it does not exist.
 
-    Raises `CorruptError` if the object is not a group of this worker, exceeds its ``bounds``, or
-    does not have the hash ``expected``.
+    Raises `CorruptError` if the object is not a group of this worker or does not have the hash
+    ``expected``, and `deltawire.wire.rollouts.RefusedGroupError` if it exceeds its ``bounds``.
 
-    Damaged bytes are decoded once, however often they are read.
+    A group that is refused takes the memory of its object, which ``bounds`` limit, and not of what
+    it decodes to. Groups of more than `LARGE_GROUP` bytes are read one at a time. Bytes that were
+    refused are decoded once, and are not asked for again after a second answer agreed.
     """
-    key, limit = keys.rollout(worker, sequence), bounds.bytes if bounds else MAX_GROUP_BYTES
-    damaged: dict[str, CorruptError] = {}
+    limit = bounds.bytes if bounds else MAX_GROUP_BYTES
+    try:
+        return _read(bucket, worker, sequence, bounds, expected, min(limit, LARGE_GROUP))
+    except CorruptError:
+        size = bucket.size(keys.rollout(worker, sequence)) if limit > LARGE_GROUP else None
+        if size is None or size <= LARGE_GROUP:
+            raise
+    with _LARGE:
+        return _read(bucket, worker, sequence, bounds, expected, limit)
+
+
+def _read(
+    bucket: Bucket, worker: str, sequence: int, bounds: Bounds | None, expected: str, limit: int
+) -> tuple[Group, str] | None:
+    key = keys.rollout(worker, sequence)
+    refused: dict[str, CorruptError] = {}
     for attempt in range(READS):
-        found = ""
+        data = bucket.get(key, limit=limit)
+        if data is None:
+            return None
+        found = blake3.blake3(data).hexdigest()[:GROUP_HASH_DIGITS]
+        if found in refused:
+            raise refused[found]
         try:
-            data = bucket.get(key, limit=limit)
-            if data is None:
-                return None
-            found = blake3.blake3(data).hexdigest()[:GROUP_HASH_DIGITS]
-            if found in damaged:
-                raise damaged[found]
             return _decoded(data, found, bucket, worker, key, bounds, expected), found
         except CorruptError as error:
-            if found:
-                damaged[found] = error
+            refused[found] = without_traceback(error)
             if attempt == READS - 1:
                 raise
+            del data  # Or it would take memory beside the next answer.
     return None
+
+
+def without_traceback(error: CorruptError) -> CorruptError:
+    """Returns an error that may be kept: its traceback held the bytes that were refused."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _decoded(
@@ -188,9 +226,12 @@ def _decoded(
 ) -> Group:
     if expected and found != expected:
         raise CorruptError("a group is not the one that was trained on", run=bucket.url, key=key)
-    group = decode_group(data, run=bucket.url, key=key)
+    if bounds is None:
+        group = decode_group(data, run=bucket.url, key=key)
+    else:
+        group = decode_group(
+            data, run=bucket.url, key=key, limits=bounds.limits, fault=bounds.fault
+        )
     if group.worker != worker:
         raise CorruptError("a group of another worker", run=bucket.url, key=key)
-    if bounds is not None and (fault := bounds.fault(group)):
-        raise CorruptError(fault, run=bucket.url, key=key)
     return group
