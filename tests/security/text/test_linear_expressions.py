@@ -1,25 +1,35 @@
 """Regular expressions over text of others take time in proportion to the text.
 
-Every expression of the package is found in its source, and searched in 262,144 characters made from
-itself: its beginning, then what its repetitions take, then a character that fits nothing; and what
-almost matches, many times. A quadratic one would need 3 * 10^10 steps.
+Every expression of the package is found in its source and tried on texts made from itself: its
+beginning, then what its repetitions take, then a character that fits nothing; and what almost
+matches, many times. A twin counts the steps for two lengths, which may not grow faster than these,
+and the text that took most of them is searched at a megabyte.
 """
 
 import ast
+import math
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from expression_steps import Counted, TooManyStepsError, hard_texts
 
 from deltawire.display import LONGEST_LINE, REDACTED, redact, safe_line
 from deltawire.errors import InputError
 
 SOURCE = Path(__file__).parents[3] / "src" / "deltawire"
-LENGTH = 1 << 18
-LIMIT_S = 10
-"""Seconds of processor time for each text; a linear expression takes a hundredth of that."""
+LENGTH = 1_000_000
+LIMIT_S = 60
+"""Seconds of processor time, so that a test of what is not linear ends: no measure of anything."""
+FEWEST = 400
+"""Characters of the shorter text of which steps are counted; the other has twice as many."""
+GROWTH = 2.5
+"""The most that steps may grow when the text doubles: 2 if linear, 4 if quadratic."""
+MOST_STEPS = 300
+"""Steps a character after which counting ends: a bounded repetition may take its bound."""
 ANCHORED = ("_PARAMETER", "_GLM_ARGUMENT")
 """Expressions that another function matches where the last match ended."""
 USES = {"compile", "match", "search", "fullmatch", "sub", "subn", "split", "findall", "finditer"}
@@ -114,84 +124,65 @@ def _pattern_of(node, text):
     return None, 0, False
 
 
-ATTACK = r"""
+FEED = """
 import re, signal, sys
-from re import _constants as k, _parser as parser
-
-LIMIT_S, LENGTH = int(sys.argv[1]), int(sys.argv[2])
-
-def letter(items):
-    # A character of a class: a space or a letter if it has one.
-    for c in map(chr, [32, 97, 65, 48, 45, 91, 60, 58, *range(33, 127), 10]):
-        if re.compile(parser_text(items)).match(c):
-            return c
-    return "a"
-
-def parser_text(items):
-    text, negate = "", ""
-    for kind, value in items:
-        if kind is k.NEGATE: negate = "^"
-        elif kind is k.LITERAL: text += re.escape(chr(value))
-        elif kind is k.RANGE: text += re.escape(chr(value[0])) + "-" + re.escape(chr(value[1]))
-        elif kind is k.CATEGORY:
-            text += {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w", "NOT_SPACE": r"\S",
-                     "NOT_WORD": r"\W", "NOT_DIGIT": r"\D"}[str(value).removeprefix("CATEGORY_")]
-    return f"[{negate}{text}]"
-
-def sample(tree, pumps, prefix=""):
-    # One text that matches, and (beginning, repeated text) of each long repetition.
-    text = ""
-    for kind, value in tree:
-        if kind is k.LITERAL: text += chr(value)
-        elif kind is k.NOT_LITERAL: text += "a" if chr(value) != "a" else "b"
-        elif kind is k.ANY: text += "a"
-        elif kind is k.IN: text += letter(value)
-        elif kind is k.SUBPATTERN: text += sample(value[3], pumps, prefix + text)
-        elif kind is k.ATOMIC_GROUP: text += sample(value, pumps, prefix + text)
-        elif kind is k.BRANCH:
-            for branch in value[1][::-1]:
-                last = sample(branch, pumps, prefix + text)
-            text += last
-        elif kind in (k.MAX_REPEAT, k.MIN_REPEAT, k.POSSESSIVE_REPEAT):
-            low, high, inner = value
-            one = sample(inner, pumps, prefix + text)
-            if high > 1000:
-                pumps.append((prefix + text, one))
-                pumps += [(prefix + text, mark + one) for mark in marks]
-                pumps.append((prefix + text, " "))
-            text += one * max(low, 1)
-        elif kind is k.ASSERT and value[0] > 0: sample(value[1], pumps, prefix + text)
-        elif kind is k.ASSERT: text += sample(value[1], pumps, prefix + text)
-    return text
-
+limit_s, length = int(sys.argv[1]), int(sys.argv[2])
 for line in sys.stdin:
-    place, pattern, flags, anchored = eval(line)
+    place, pattern, flags, anchored, start, one = eval(line)
     print(place, repr(pattern), flush=True)
-    compiled, pumps = re.compile(pattern, flags), []
-    plain = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
-    marks = {c for c in plain if c in "_.<[{`:-@/ "}
-    whole = sample(parser.parse(plain, flags), pumps)
-    pumps += [(start, one * 2 + " ") for start, one in pumps[:1]]
-    pumps += [("", whole[:n]) for n in {len(whole) - 1, len(whole) // 2, 1} if n > 0]
-    for start, one in set(pumps):
-        if not one: continue
-        text = start + one * (LENGTH // len(one)) + "\n\x01"
-        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # Its default action ends the process.
-        data = text if isinstance(pattern, str) else text.encode("utf-8")
-        if anchored:
-            compiled.match(data)
-            compiled.fullmatch(data)
-        else:
-            for found in compiled.finditer(data): pass
+    compiled, text = re.compile(pattern, flags), start + one * (length // len(one)) + END
+    data = text if isinstance(pattern, str) else text.encode("latin-1")
+    signal.setitimer(signal.ITIMER_PROF, limit_s)  # Its default action ends the process.
+    if anchored:
+        compiled.match(data)
+        compiled.fullmatch(data)
+    else:
+        for found in compiled.finditer(data): pass
 print("done")
 """
+END = "\n\x01"
+"""Fits nothing."""
 
 
-def attack(found, limit_s=LIMIT_S):
-    """Runs the attack on expressions in a process with a limit; returns where it stopped."""
-    lines = "".join(f"{one!r}\n" for one in sorted(found, key=repr))
+def as_text(one):
+    """The expression as one over text, with its flags."""
+    _, pattern, flags, _ = one
+    if isinstance(pattern, str):
+        return pattern, flags
+    return pattern.decode("latin-1"), flags | re.ASCII
+
+
+def counted(one, length, start, text):
+    """The steps of an expression over a text of this length."""
+    plain, flags = as_text(one)
+    found = Counted(plain, flags, budget=length * MOST_STEPS)
+    whole = start + text * (length // len(text)) + END
+    if one[3]:
+        found.match(whole)
+    else:
+        found.spans(whole)
+    return found.steps
+
+
+def worst_text(one):
+    """Returns what an expression takes most steps for, and fails if they grow faster than it."""
+    plain, flags = as_text(one)
+    steps = {}
+    for start, text in sorted(hard_texts(plain, flags)):
+        try:
+            few, many = (counted(one, n, start, text) for n in (FEWEST, 2 * FEWEST))
+        except TooManyStepsError:
+            few, many = 1, math.inf
+        assert many <= GROWTH * few + 100, f"{one} takes {few}, {many} steps on {text!r}"
+        steps[many] = start, text
+    return steps[max(steps)]
+
+
+def feed(texts, limit_s=LIMIT_S):
+    """Searches each text in a process with a limit; returns where it stopped."""
+    lines = "".join(f"{(*one, *text)!r}\n" for one, text in texts)
     ended = subprocess.run(
-        [sys.executable, "-I", "-c", ATTACK, str(limit_s), str(LENGTH)],
+        [sys.executable, "-I", "-c", f"END = {END!r}{FEED}", str(limit_s), str(LENGTH)],
         input=lines,
         capture_output=True,
         text=True,
@@ -200,18 +191,43 @@ def attack(found, limit_s=LIMIT_S):
     return ended.stdout.splitlines()[-1] if ended.stdout else ended.stderr
 
 
-def test_every_expression_is_linear():
+def checked_expressions():
     known, built = expressions()
     assert built == BUILT.keys()
     checked = {one for one in known if one[:2] not in OURS}
     assert len(known) - len(checked) == len(OURS)
     assert len(checked) > 90
-    assert attack(checked) == "done"
+    return sorted(checked, key=repr)
 
 
-@pytest.mark.parametrize("pattern", [r"\s*```\s*(.*?)\s*```\Z", r"[\w-]+=", r"\[[^]]*\]"])
-def test_the_attack_finds_one_that_is_not(pattern):
-    assert "here" in attack([("here", pattern, 0, False)], limit_s=1)
+def test_every_expression_is_linear():
+    """Counted for two sizes; then what it likes least is a megabyte long."""
+    assert feed([(one, worst_text(one)) for one in checked_expressions()]) == "done"
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"\s*```\s*(.*?)\s*```\Z", r"[\w-]+=", r"\[[^]]*\]", r"(a|b|ab)*c", r"x(\s+)+y"]
+)
+def test_one_that_is_not_linear_is_found(pattern):
+    with pytest.raises(AssertionError, match="steps on"):
+        worst_text(("here", pattern, 0, False))
+
+
+def test_a_megabyte_for_one_that_is_not_linear_ends():
+    one = ("here", r"\[[^]]*\]", 0, False)
+    assert "here" in feed([(one, ("[", "["))], limit_s=1)
+
+
+def test_steps_are_counted_over_the_matches_that_re_finds():
+    draw = random.Random(0)
+    for one in checked_expressions():
+        plain, flags = as_text(one)
+        letters = sorted(set(plain) | set("ab1 \n<>{}:"))
+        texts = ["".join(draw.choices(letters, k=40)) for _ in range(3)]
+        texts += [start + 3 * text + END for start, text in hard_texts(plain, flags)]
+        for text in texts:
+            found = [one.span() for one in re.finditer(plain, text, flags)]
+            assert Counted(plain, flags).spans(text) == found, (plain, text)
 
 
 SECRET = "hunter2-" * 3
