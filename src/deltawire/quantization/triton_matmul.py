@@ -20,8 +20,13 @@ from torch import Tensor
 
 from deltawire.quantization.formats import PackedFormat
 
-TILE_M, TILE_R, TILE_B = 32, 64, 32
-"""Rows of the input, rows of the weight, and bytes of a row of codes in a program's tile."""
+
+def tiles_of(count: int) -> tuple[int, int, int, int]:
+    """Returns the rows of the input, rows of the weight, and bytes of a row of codes in a program's
+    tile, and its warps, for ``count`` rows of input."""
+    del count
+    return 32, 64, 32, 4
+
 
 jit: Any = triton.jit
 
@@ -155,9 +160,10 @@ def multiply(
     out = torch.empty((count, rows if transposed else columns), device=x.device)
     if not out.numel():
         return out
-    across = triton.cdiv(rows, TILE_R) if transposed else triton.cdiv(row_bytes, TILE_B)
+    tile_m, tile_r, tile_b, warps = tiles_of(count)
+    across = triton.cdiv(rows, tile_r) if transposed else triton.cdiv(row_bytes, tile_b)
     kernel = _forward if transposed else _backward
-    kernel[(triton.cdiv(count, TILE_M), across)](
+    kernel[(triton.cdiv(count, tile_m), across)](
         x,
         codes,
         form.values.to(codes.device),
@@ -171,8 +177,9 @@ def multiply(
         scales.shape[-1],
         bits=form.bits,
         half=x.dtype == torch.bfloat16 and x.is_cuda,  # The interpreter has no bf16 products.
-        tile_m=TILE_M,
-        tile_r=TILE_R,
-        tile_b=TILE_B,
+        tile_m=tile_m,
+        tile_r=tile_r,
+        tile_b=tile_b,
+        num_warps=warps,
     )
     return out

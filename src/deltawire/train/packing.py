@@ -15,6 +15,7 @@ Shapes: T tokens of the row, N trajectories; a bucket has B blocks of Q queries 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ from transformers import AttentionInterface
 
 PACKED = "deltawire_packed"
 """The name under which transformers finds `attend`."""
+VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
+"""What this torch's variable-length attention takes: torch 2.10 has it, ``scale`` and
+``window_size`` came with 2.11, ``enable_gqa`` with 2.12."""
 PAIRS_PER_TOKEN = 6144
 """Pairs of query and key that cost as much as a token's other arithmetic: 6 · hidden, from 24 ·
 hidden² operations for a token and layer against 4 · hidden for a pair, at a hidden size of 1024."""
@@ -286,7 +290,8 @@ AttentionInterface.register(PACKED, attend)
 def takes_varlen(query: Tensor, value: Tensor) -> bool:
     """Returns whether torch's variable-length flash attention computes these tensors."""
     half = query.dtype in {torch.bfloat16, torch.float16}
-    return query.is_cuda and half and query.shape[-1] == value.shape[-1]
+    able = {"scale", "window_size"} <= VARLEN
+    return able and query.is_cuda and half and query.shape[-1] == value.shape[-1]
 
 
 def _varlen(
@@ -295,6 +300,10 @@ def _varlen(
     """All blocks in one call; a block's last query meets its last key."""
     if len(packing.keys_K) != len(k) or packing.longest[0] != packing.longest[1]:
         k, v = (torch.index_select(x, 0, packing.keys_K) for x in (k, v))
+    grouped = q.shape[1] // k.shape[1]
+    options = {"enable_gqa": True} if grouped > 1 and "enable_gqa" in VARLEN else {}
+    if grouped > 1 and not options:
+        k, v = (x.repeat_interleave(grouped, dim=1) for x in (k, v))
     out: Any = varlen_attn(
         q.contiguous(),
         k.contiguous(),
@@ -304,7 +313,7 @@ def _varlen(
         *packing.longest,
         scale=scaling,
         window_size=(window - 1 if window else -1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **options,
     )
     result: Tensor = out[None]
     return result

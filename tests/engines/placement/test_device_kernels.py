@@ -236,7 +236,10 @@ def test_torchs_lanes_ignore_what_lies_above_the_width(backend, width, count, st
 def test_a_module_on_the_gpu_follows_as_one_on_the_host(backend, dtype, experts, monkeypatch):
     kernels = kernels_named(backend)
     for place in ("placed", "moves"):
-        monkeypatch.setattr(f"deltawire.placement.{place}.kernels_of", lambda device: kernels)
+        monkeypatch.setattr(
+            f"deltawire.placement.{place}.kernels_of",
+            lambda device: kernels if torch.device(device).type == DEVICE else None,
+        )
     specs = Sharded.table(experts=experts)
     there, here = (
         Sharded(0, 1, dtype=dtype, experts=experts).to(device) for device in (DEVICE, "cpu")

@@ -93,16 +93,23 @@ def test_attention_is_that_of_each_block(sizes, window, kind, heads, per_call):
 
 
 @settings(max_examples=40, deadline=None)
-@given(sizes=SIZES, window=st.sampled_from([0, 3]))
-def test_variable_length_attention_gets_the_same_blocks(sizes, window):
-    """The call for GPUs, with a twin of torch's kernel in its place."""
+@given(
+    sizes=SIZES,
+    window=st.sampled_from([0, 3]),
+    heads=st.sampled_from([(2, 2), (4, 2)]),
+    groups=st.booleans(),
+)
+def test_variable_length_attention_gets_the_same_blocks(sizes, window, heads, groups):
+    """The call for GPUs, with a twin of torch's kernel in its place: one that takes grouped
+    queries, and that of torch 2.11, which does not."""
     blocks = rows_of(sizes)
     total = sum(block.tokens for block in blocks)
     generator = torch.Generator().manual_seed(total)
-    q, k, v = (torch.randn(total, 2, 8, generator=generator) for _ in range(3))
+    q, k, v = (torch.randn(total, n, 8, generator=generator) for n in (heads[0], *heads[1:] * 2))
 
-    def twin(q, k, v, ends_q, ends_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        assert not enable_gqa
+    def twin(q, k, v, ends_q, ends_k, max_q, max_k, *, scale, window_size, **options):
+        assert options == ({"enable_gqa": True} if groups and heads[0] > heads[1] else {})
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         assert (scale, window_size[1]) == (None, 0)
         parts = []
         for n in range(len(ends_q) - 1):
@@ -119,15 +126,15 @@ def test_variable_length_attention_gets_the_same_blocks(sizes, window):
             parts.append(torch.einsum("hqk,khd->qhd", weights, v[keys]))
         return torch.cat(parts)
 
-    before = packing.varlen_attn, packing.takes_varlen
-    packing.varlen_attn, packing.takes_varlen = twin, lambda query, value: True
-    try:
+    taken = packing.VARLEN | {"enable_gqa"} if groups else packing.VARLEN - {"enable_gqa"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "varlen_attn", twin)
+        patch.setattr(packing, "takes_varlen", lambda query, value: True)
+        patch.setattr(packing, "VARLEN", taken)
         out, _ = attend(
             None, *(x.transpose(0, 1)[None] for x in (q, k, v)), None,
             sliding_window=window or None, packing=pack(blocks),
         )  # fmt: skip
-    finally:
-        packing.varlen_attn, packing.takes_varlen = before
     expected = naive(q, k, v, blocks, window=window)
     torch.testing.assert_close(out[0].double(), expected, rtol=1e-5, atol=1e-5)
 
