@@ -1,5 +1,6 @@
 """The files of examples/launch: their commands parse, and no role listens or shares a volume."""
 
+import json
 import os
 import re
 import shlex
@@ -69,8 +70,10 @@ def test_tasks_run_commands_that_exist(path):
     (task,) = objects(path)
     (command,) = commands(task["run"])
     build_parser().parse_args(command)
+    own = {*re.findall(r"^(\w+)=", task["setup"], re.MULTILINE), "HOME", "PATH"}
     for name in re.findall(r"\$(\w+)", task["run"] + task["setup"]):
-        assert name in task["envs"]
+        assert name in {*task["envs"], *own}
+    subprocess.run(["bash", "-n", "-c", task["setup"] + task["run"]], check=True)
 
 
 @pytest.mark.parametrize("path", SLURM, ids=lambda path: path.name)
@@ -145,17 +148,98 @@ def test_every_role_has_its_own_secrets():
     assert len(set().union(*buckets)) == len(buckets), "no two roles share the bucket's secret"
 
 
-def test_the_image_installs_locked_packages_by_hash():
-    text = (LAUNCH / "Dockerfile").read_text()
-    files = re.findall(r"-r /requirements/([a-z]+)\.txt", text)
-    assert {"torch", "core", "rl", "lora", "sign"} <= set(files)
+def keys_of(pod):
+    """By container, the secret and the item that ``--key`` names, as the container sees it."""
+    volumes = {one["name"]: one.get("secret", {}) for one in pod["spec"].get("volumes", [])}
+    found = {}
+    for container in containers(pod):
+        arguments = container.get("args", [])
+        if "--key" not in arguments:
+            continue
+        place = arguments[arguments.index("--key") + 1]
+        for mount in container["volumeMounts"]:
+            secret = volumes[mount["name"]]
+            if place == mount["mountPath"] or place.startswith(mount["mountPath"] + "/"):
+                assert mount["readOnly"] is True
+                assert secret["defaultMode"] == 0o440, "the group of the pod's user may read it"
+                assert pod["spec"]["securityContext"]["fsGroup"] == 10001
+                item = mount.get("subPathExpr", place.removeprefix(mount["mountPath"] + "/"))
+                found[container["name"]] = (secret["secretName"], item)
+    return found
+
+
+def test_the_run_is_signed_and_each_role_has_its_own_key():
+    held, mounted = {}, {}
+    for path in KUBERNETES:
+        for _, pod in pods(path):
+            held |= keys_of(pod)
+            volumes = {one["name"]: one.get("secret", {}) for one in pod["spec"].get("volumes", [])}
+            for container in containers(pod):
+                for mount in container.get("volumeMounts", []):
+                    secret = volumes[mount["name"]].get("secretName", "")
+                    mounted.setdefault(secret, set()).add(container["name"])
+    assert held == {
+        "trainer": ("owner-key", "owner.key"),
+        "worker": ("worker-keys", "k8s-$(JOB_COMPLETION_INDEX).key"),
+        "evaluator": ("evaluator-key", "evaluator.key"),
+        "gateway": ("gateway-key", "gateway.key"),
+    }
+    for name, (secret, _) in held.items():
+        assert mounted[secret] == {name}, "no two roles share a key"
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
+def test_every_process_pins_the_owner(path):
+    """Also vLLM, whose plugin reads the run: an unsigned run is refused by each of them."""
+    for _, pod in pods(path):
+        for container in containers(pod):
+            arguments = container.get("args", [])
+            if not any("s3://bucket/run" in one for one in arguments):
+                continue
+            source = {one["name"]: one.get("valueFrom") for one in container["env"]}["PUBLIC_KEY"]
+            assert source == {"configMapKeyRef": {"name": "pin", "key": "public-key"}}
+            if container["name"] == "vllm":
+                settings = json.loads(arguments[arguments.index("--additional-config") + 1])
+                pinned = settings["deltawire"]["public_key"]
+            else:
+                pinned = arguments[arguments.index("--public-key") + 1]
+            assert pinned == "$(PUBLIC_KEY)"
+
+
+def test_the_commands_of_the_comments_parse_and_make_what_the_pods_need():
+    """Each key that a pod mounts is made and granted by the commands, and no other."""
+    text = "".join(path.read_text() for path in KUBERNETES)
+    lines = re.findall(r"^#   (.*)$", text, re.MULTILINE)
+    script = "\n".join(lines)
+    subprocess.run(["bash", "-n", "-c", script], check=True)
+    for line in script.replace("\\\n", " ").splitlines():
+        for command in re.findall(r"deltawire ((?:grant|live|keygen) [^;>#]*)", line):
+            build_parser().parse_args(shlex.split(command))
+    for secret in ("owner-key", "worker-keys", "evaluator-key", "gateway-key", "live"):
+        assert f"create secret generic {secret} " in script
+    assert 'create configmap pin --from-literal=public-key="$(cat owner.pub)"' in script
+    granted = set(re.findall(r"deltawire grant \S+ ([\w$-]+)", script))
+    assert granted == {"worker-k8s-$n", "evaluator", "gateway"}
+
+
+@pytest.mark.parametrize("path", [LAUNCH / "Dockerfile", *SKYPILOT], ids=lambda path: path.name)
+def test_packages_are_installed_from_the_lock_by_hash(path):
+    text = path.read_text()
+    files = re.findall(r"-r (?:/?)requirements/([a-z]+)\.txt", text)
+    assert {"build", "torch", "core", "rl", "lora", "sign"} <= set(files)
     for name in files:
         assert (ROOT / "requirements" / f"{name}.txt").is_file()
-    for command in text.replace("\\\n", " ").split("&&"):
-        if "-r /requirements" in command:
+    for command in re.split(r"&&|\n", text.replace("\\\n", " ")):
+        if re.search(r"-r /?requirements", command):
             assert "--require-hashes" in command
-        assert "pip install deltawire" not in command
+        assert not re.search(r"install '?deltawire", command)
     assert "--no-deps" in text
+
+
+def test_no_file_installs_packages_in_another_way():
+    for path in sorted(LAUNCH.rglob("*")):
+        if path.is_file() and path not in (LAUNCH / "Dockerfile", *SKYPILOT):
+            assert not re.search(r"^[^#]*\b(pip|conda|uv) ", path.read_text(), re.MULTILINE), path
 
 
 def test_models_are_downloaded_at_a_revision():
