@@ -20,6 +20,7 @@ import torch
 from rank_steps import fork_ranks
 from torch.distributed.tensor import DTensor
 
+from benchmarks.runner import ROOT
 from deltawire.config import ModelConfig, RunConfig, TrainConfig
 from deltawire.errors import InputError
 from deltawire.store import open_bucket
@@ -143,7 +144,8 @@ def run_script(folder, model, name, *, ranks, steps, **task):
     else:
         command = [sys.executable, __file__, json.dumps(task), str(ranks)]
         done = subprocess.run(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=280, check=False,
+            command, timeout=280, check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-6000:]

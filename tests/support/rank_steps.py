@@ -145,6 +145,7 @@ def run_task(task):
     if task.get("publish"):
         publish(masters, task["publish"])
         record["loaded"] = load(masters, task["publish"])
+        record["masters"] = digests_of(masters)
     if result is not None:
         record |= {
             "members": [list(one) for one in result.members], "tokens": result.tokens,
@@ -221,6 +222,13 @@ def load(masters, location):
     wanted = wanted_of(masters.source)
     masters.reset(load_mirror(bucket, read_run(bucket), at=0, wanted=wanted))
     return masters.digest().hex()
+
+
+def digests_of(masters):
+    """Digests of whole masters, by parameter."""
+    state = masters.state().items()
+    kept = {name: whole(one).cpu() for name, one in state if name.startswith("master/")}
+    return {name: codec.digest_bits(name, codec.bits_of(kept[name], "F32")).hex() for name in kept}
 
 
 def main(tasks):

@@ -20,6 +20,7 @@ from deltawire.config import (
     flatten,
     load_config,
     parse_config,
+    run_config,
 )
 from deltawire.errors import InputError
 from deltawire.rl.control.staleness import policy_of
@@ -231,6 +232,7 @@ OTHER = {
     "live.release.unit": "answer",
     "live.rewards": {"score": 0.5},
     "live.silent": 0.0,
+    "train.masters": "published",
     "train.packing": "off",
     "train.activation_checkpointing": "full",
     "train.also_publish": ["fp8-block"],
@@ -658,3 +660,11 @@ def test_what_the_document_shows_is_taken():
     raw = tomllib.loads(text.split("```toml\n")[1].split("```")[0])
     config = parse_config({**SMALLEST, **raw}, source="docs")
     assert [c.level for c in config.train.loss.corrections] == ["token", "geometric"]
+
+
+def test_a_run_of_before_dithering_goes_on_as_it_began():
+    stored = msgspec.to_builtins(RunConfig(name="old"))
+    assert run_config(stored, url="mem").train.masters == "dithered"
+    del stored["train"]["masters"]
+    assert run_config(stored, url="mem").train.masters == "published"
+    assert "masters" not in stored["train"]

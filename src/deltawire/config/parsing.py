@@ -399,6 +399,9 @@ def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
             hint="use log, status, pull, relay, gateway, export or fsck",
             run=url,
         )
+    if isinstance(train := raw.get("train"), dict) and "masters" not in train:
+        # Runs of before this key started at the published values, and are replayed from there.
+        raw = {**raw, "train": {**train, "masters": "published"}}
     return parse_config(raw, source=f"{url}/run.json")
 
 

@@ -24,6 +24,7 @@ from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
 from deltawire.config.reference import ReferenceConfig
 from deltawire.config.reuse import ReuseConfig
 from deltawire.config.scaffold import Scaffold
+from deltawire.config.staleness import StalenessConfig
 from deltawire.config.tasks import ChatConfig, EvaluateConfig, MidtrainConfig, TaskConfig
 from deltawire.config.thinking import ThinkingConfig
 
@@ -191,28 +192,6 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         return self.thinking.contradiction(self.max_tokens, self.context)
 
 
-class StalenessConfig(Section, frozen=True, kw_only=True):
-    """The policy for groups that finish late (`deltawire.rl.control.staleness`).
-
-    Example::
-
-        [train]
-        max_staleness = 2
-
-        [train.staleness]
-        policy = "windowed_fifo"
-        window = 0.5
-    """
-
-    policy: Literal["strict", "windowed_fifo", "requeue"] = "strict"
-    window: Fraction = 0.3
-    """``windowed_fifo``: the share of the outstanding groups that may be overtaken."""
-    requeue_share: Fraction = 0.25
-    """``requeue``: largest share of a step that groups older than max_staleness may make up."""
-    requeue_age: Annotated[int, Meta(ge=0, le=4096)] = 0
-    """``requeue``: largest age of a group; 0 is four times max_staleness."""
-
-
 class TrainConfig(Section, frozen=True, kw_only=True):
     """The trainer: the number of versions, the optimizer, and how far off-policy it trains.
 
@@ -254,6 +233,10 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     the policy before the first of them."""
     exporter: ExporterName = "bf16"
     """The exporter of the model's weights, by its name in `deltawire.config.exporters`."""
+    masters: Literal["dithered", "published"] = "dithered"
+    """Where float32 masters start: ``dithered``, at random in the interval that rounds to the
+    published 16 bits, so that small updates reach the published weights from the first step on; or
+    ``published``, at the published values."""
     also_publish: list[ExporterName] = []
     """Exporters that quantize, by which each version is published too, in a line for each."""
     anchor_every: Count = 50

@@ -49,7 +49,7 @@ def line_masters(bucket: Bucket, config: RunConfig, model: Any, mesh: TrainerMes
     place = f"{above.url} {config.line.base}"
     with _opening:
         held = _models.get(place)
-        masters = MasterWeights(model, config.train, mesh=mesh, frozen=held)
+        masters = MasterWeights(model, config.train, mesh=mesh, frozen=held, seed=config.seed)
         if held is None:
             _read_base(above, config.line.base, model)
         else:

@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.config import TrainConfig
-from deltawire.errors import CorruptError, InputError
-from deltawire.export.shards import LocalShard, local_part, unwrapped_shard
+from deltawire.errors import BugError, CorruptError, InputError
+from deltawire.export.shards import LocalShard, box_of, local_part, unwrapped_shard
 from deltawire.export.source import WeightSource, bits_of, open_source
-from deltawire.placement.live import saved_buffers
+from deltawire.placement.live import published_names, saved_buffers
 from deltawire.sync.follow.mirror import Mirror
+from deltawire.train.dither import dither
 from deltawire.train.optimizer import Optimizer, StepSettings, open_optimizer
 from deltawire.train.parallel import TrainerMesh, device_of, open_mesh, shard_model
 from deltawire.train.parallel.clipping import clip_gradients
@@ -39,9 +40,10 @@ class MasterWeights:
 
     ``source`` is what is published of the model; by default ``config.exporter`` decides. ``mesh``
     is this process among the trainer's ranks; by default the one that a launcher set up, or a
-    single process. Frozen parameters have no master; those that the sharded model ``frozen`` holds
-    too share its memory. Saved buffers take no optimizer steps: they
-    are published, and kept with the state, as the model sets them.
+    single process. ``seed`` is the run's, which dithered masters (`deltawire.train.dither`) are a
+    function of. Frozen parameters have no master; those that the sharded model ``frozen`` holds too
+    share its memory. Saved buffers take no optimizer steps: they are published, and kept with the
+    state, as the model sets them.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class MasterWeights:
         source: WeightSource | None = None,
         mesh: TrainerMesh | None = None,
         frozen: Any = None,
+        seed: int = 0,
     ) -> None:
         self.model = model
         self.mesh = mesh or open_mesh(config, device_of(model))
@@ -66,7 +69,7 @@ class MasterWeights:
                 hint="give it the method shards, or set train.ranks = 1",
             )
         self.steps = 0
-        self._config = config
+        self._config, self.seed = config, seed
         self._masters = {
             name: _master(parameter)
             for name, parameter in model.named_parameters()
@@ -151,7 +154,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def reset(self, mirror: Mirror) -> None:
-        """Sets the masters to a published version, and the optimizer to its start.
+        """Sets the masters to a published version, dithered if so configured, and the optimizer to
+        its start.
 
         ``mirror`` holds at least what `wanted_of` names. Raises as `WeightSource.restore` does.
         """
@@ -159,7 +163,29 @@ class MasterWeights:
         for name, parameter in self.model.named_parameters():
             if name in self._masters and not isinstance(parameter, DTensor):
                 self._masters[name].copy_(parameter)
+        self.dither()
         self.restart_optimizer()
+
+    @torch.no_grad()
+    def dither(self) -> None:
+        """Places masters that hold published values at random in their rounding intervals, if the
+        configuration says so. What is published does not change."""
+        if self._config.masters != "dithered":
+            return
+        names = published_names(self.model)
+        for name, master in self._masters.items():
+            shape, offset = box_of(master) if isinstance(master, DTensor) else (None, None)
+            local = local_part(master)
+            if shape is not None and tuple(local.shape) != shape:
+                raise BugError(f"{name} holds {tuple(local.shape)} where {shape} is expected")
+            dither(
+                local,
+                self.source.compute_dtype,
+                seed=self.seed,
+                name=names[name],
+                shape=tuple(master.shape),
+                offset=offset or (0,) * master.ndim,
+            )
 
     def restart_optimizer(self) -> None:
         """Sets the optimizer to its start; the masters keep their values."""

@@ -17,6 +17,8 @@ from deltawire.config import (
     TrainConfig,
 )
 from deltawire.errors import CorruptError, InputError
+from deltawire.export.source import bits_of, digest_of
+from deltawire.sync.follow.mirror import Mirror
 from deltawire.train.masters import MasterWeights
 from deltawire.train.reference import SleepingCopy
 from deltawire.train.step import train_step
@@ -316,3 +318,52 @@ def test_the_penalty_is_against_the_reference(tiny, kind):
     assert abs(results[2].kl) > 1e-4
     with pytest.raises(InputError, match="reference"):
         train_step(masters, sampled(0), config)
+
+
+def of_version_0(masters):
+    """A mirror of what the masters publish now."""
+    return Mirror(bits_of(masters.source), 0, digest_of(masters.source))
+
+
+@pytest.mark.parametrize("start", ["dithered", "published"])
+def test_a_new_start_keeps_version_0(tiny, start):
+    config = msgspec.structs.replace(CONFIG, masters=start)
+    masters = MasterWeights(tiny, config, seed=5)
+    mirror = of_version_0(masters)
+    published = bits(tiny)
+    masters.reset(mirror)
+    assert equal(bits(tiny), published)
+    assert masters.digest() == mirror.digest
+    moved = [
+        (master != parameter).float().mean().item()
+        for master, parameter in zip(masters._masters.values(), tiny.parameters(), strict=True)
+    ]
+    assert min(moved) > 0.9 if start == "dithered" else max(moved) == 0
+    before = {name: one.clone() for name, one in masters.state().items()}
+    gradients(tiny, 1)
+    masters.step()
+    masters.reset(mirror)
+    assert equal(masters.state(), before)
+
+
+def test_small_updates_reach_the_published_weights(tiny):
+    """The change of the published weights, projected on that of the masters."""
+    share = {}
+    for start in ("dithered", "published"):
+        masters = MasterWeights(copy.deepcopy(tiny), msgspec.structs.replace(CONFIG, masters=start))
+        masters.reset(of_version_0(masters))
+        before = {name: one.clone() for name, one in masters._masters.items()}
+        published = bits(masters.model)
+        generator = torch.Generator().manual_seed(0)
+        for master in masters._masters.values():
+            master.add_(torch.randn(master.shape, generator=generator), alpha=1e-5)
+        masters._round()
+        both = [
+            ((masters._masters[name] - before[name]).double(), (one - published[name]).double())
+            for name, one in bits(masters.model).items()
+        ]
+        share[start] = float(
+            sum((m * s).sum() for m, s in both) / sum((m * m).sum() for m, _ in both)
+        )
+    assert share["dithered"] == pytest.approx(1, abs=0.15)
+    assert share["published"] < 0.5

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import rank_steps
+import torch
 
 from deltawire import codec
 from deltawire.plan.configuration import decode_config
@@ -11,6 +12,7 @@ from deltawire.plan.layout import TrainingLayout
 from deltawire.plan.memory import all_phases
 from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, read_run
+from deltawire.train.masters import MasterWeights
 
 GRADIENT = 1e-6
 LOSS = 1e-4
@@ -75,6 +77,8 @@ def two_ranks(tmp_path_factory):
         "offload": {**tasks["muon"], "train": offload},
         "recomputed": {**tasks["stacks"], "train": selective},
         "taken over": {**first, "first": 2, "publish": str(folder / "published")},
+        "of experts": {**tasks["stacks"], "publish": str(folder / "experts")},
+        "of shards": {**tasks["shards"], "publish": str(folder / "shards")},
     }
     found = rank_steps.run_tasks(folder, 2, tasks | more)
     return folder, tasks, alone, found
@@ -134,6 +138,22 @@ def test_two_ranks_publish_the_bits_that_one_rank_publishes(two_ranks):
     assert codec.digest_model(mirror.tensors).hex() == alone["tied"][0]["digest"]
     assert [spec.shape for spec in run.tensors if "o_proj" in spec.name] == [(32, 32)] * 2
     assert found["taken over"][0]["loaded"] == alone["tied"][0]["digest"]
+
+
+@pytest.mark.parametrize("name", ["taken over", "of experts", "of shards"])
+def test_ranks_dither_as_one_process_does(two_ranks, name):
+    """Divided by columns, by experts, and by rows that do not divide."""
+    folder, tasks, _, found = two_ranks
+    own = {"taken over": "tied", "of experts": "stacks", "of shards": "shards"}[name]
+    place = {"taken over": "published", "of experts": "experts", "of shards": "shards"}[name]
+    task = single(tasks[own])
+    bucket = open_bucket(str(folder / place))
+    masters = MasterWeights(rank_steps.model_of(task), rank_steps.config_of(task).train)
+    masters.reset(load_mirror(bucket, read_run(bucket), at=0))
+    assert rank_steps.digests_of(masters) == found[name][0]["masters"]
+    assert not all(torch.equal(m, p) for m, p in zip(
+        masters._masters.values(), masters.model.parameters(), strict=True
+    ))  # fmt: skip
 
 
 def test_one_rank_continues_what_two_ranks_saved(two_ranks):

@@ -84,7 +84,9 @@ def keep_start(bucket: Bucket, config: RunConfig, start: tuple[Any, WeightSource
         return
     keep_checkpoint(bucket, 0)
     # Rank 0 does this before the others have joined, on the whole model.
-    masters = MasterWeights(model, config.train, source=source, mesh=whole_mesh(device_of(model)))
+    mesh = whole_mesh(device_of(model))
+    masters = MasterWeights(model, config.train, source=source, mesh=mesh, seed=config.seed)
+    masters.dither()
     digest = masters.digest().hex()
     save_checkpoint(bucket, masters.state(), Ledger(), version=0, digest=digest, run=run.id)
 

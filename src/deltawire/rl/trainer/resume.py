@@ -84,7 +84,9 @@ class Resumed:
         if (train.optimizer, train.schedule) == (self.train.optimizer, self.train.schedule):
             return
         before = self.masters
-        masters = MasterWeights(before.model, train, source=before.source, mesh=before.mesh)
+        masters = MasterWeights(
+            before.model, train, source=before.source, mesh=before.mesh, seed=before.seed
+        )
         masters.restore(before.state())
         self.masters, self.train = masters, train
 
@@ -108,7 +110,7 @@ def resume(
     reference = load_reference(bucket, run, config, model, mesh)
     model.train(config.train.dropout)
     if config.line is None or holds_base(model):
-        masters = MasterWeights(model, config.train, mesh=mesh)
+        masters = MasterWeights(model, config.train, mesh=mesh, seed=config.seed)
     else:
         masters = line_masters(bucket, config, model, mesh)
     before = newest

@@ -159,7 +159,7 @@ class TrainingSession:
             model = open_model(Path(name), config.train.adapter, seed=config.seed)
         model = model.to(resolve_device(config.device_of("trainer"), index=local_rank()))
         model.train(config.train.dropout)
-        masters = MasterWeights(model, config.train)
+        masters = MasterWeights(model, config.train, seed=config.seed)
         head = _reset(bucket, run, masters, at=_base_version(masters, begin.version))
         check_frozen_base(bucket, run, masters)
         state = _load_state(bucket, run, masters, begin.version, lost_state)
