@@ -15,7 +15,7 @@ from deltawire.launch.controlling import replay_budget
 from deltawire.rl.control.rollout_reader import read_group
 from deltawire.runtime.fleet import read_trainer
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import newest_version, read_manifest, read_run
+from deltawire.sync import find_run, newest_version, read_manifest
 from deltawire.wire.ledger import CommitMetadata
 
 pytestmark = [pytest.mark.drills, pytest.mark.timeout(300)]
@@ -52,7 +52,7 @@ class Seen:
         self.sizes: set[int] = set()
 
     def read(self) -> set[int]:
-        run = read_run(self._bucket)
+        run = find_run(self._bucket)
         newest = newest_version(self._bucket) if run is not None else None
         while run is not None and newest is not None and self._next <= newest:
             manifest = read_manifest(self._bucket, run, self._next)

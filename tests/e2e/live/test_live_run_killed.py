@@ -269,7 +269,7 @@ def check(run, users):
     bucket = SignedBucket(run.bucket, pin=Pin(run.owner, described.id))
     records = LiveRecords(bucket)
     records.poll()
-    stored = {name for about in records.reports.values() for name in about}
+    stored = {name for about in records.reports.values() for _, name in about}
     assert not users.promised - records.answers.keys()
     assert not users.taken - stored
     claimed = Counter(one.answer for line in read_lineages(bucket) for one in line.answers)
