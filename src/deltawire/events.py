@@ -156,6 +156,15 @@ class MergeKept(msgspec.Struct, frozen=True, kw_only=True):
     layers: dict[str, float] = {}
 
 
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of the masters' change since version ``since`` that published weights contain
+    (`deltawire.train.served_share`), in all and by layer, of the layers that contain least."""
+
+    since: int
+    share: float
+    layers: dict[str, float] = {}
+
+
 class Published(_Event, tag="published", frozen=True, kw_only=True):
     """A version was committed; the trainer was paused for ``blocked_ms``. Repeated with the bytes
     of an anchor that came later."""
@@ -174,6 +183,7 @@ class Published(_Event, tag="published", frozen=True, kw_only=True):
     bytes_reused: int = 0
     """Bytes of the anchor that were stored for the anchor before it."""
     merge: MergeKept | None = None
+    served: Served | None = None
 
 
 class Restored(_Event, tag="restored", frozen=True, kw_only=True):

@@ -146,6 +146,7 @@ def run_task(task):
         publish(masters, task["publish"])
         record["loaded"] = load(masters, task["publish"])
         record["masters"] = digests_of(masters)
+        record["served"] = served_after_a_change(masters)
     if result is not None:
         record |= {
             "members": [list(one) for one in result.members], "tokens": result.tokens,
@@ -229,6 +230,15 @@ def digests_of(masters):
     state = masters.state().items()
     kept = {name: whole(one).cpu() for name, one in state if name.startswith("master/")}
     return {name: codec.digest_bits(name, codec.bits_of(kept[name], "F32")).hex() for name in kept}
+
+
+@torch.no_grad()
+def served_after_a_change(masters):
+    """The served share once each master has grown by a bit, in all and by layer."""
+    for master in masters._masters.values():
+        local_part(master).mul_(1.0005)
+    found = masters.served_share()
+    return [found.since, found.share, found.layers]
 
 
 def main(tasks):

@@ -488,6 +488,14 @@ FIGURES: Final = (
         tracked="merge_kept",
     ),
     Figure(
+        "served_share",
+        "share",
+        "Part of the training since version 0 that the newest version's published weights contain",
+        _published(lambda one: None if one.served is None else one.served.share),
+        metric="served_share",
+        tracked="served_share",
+    ),
+    Figure(
         "k3",
         "nats",
         "Divergence between sampler and trainer a token (k3), median of the steps",

@@ -290,6 +290,7 @@ REPORTED = (
     "steps_per_minute",
     "blocked_ms",
     "merge_kept",
+    "served_share",
     "upload_ms",
     "swap_ms",
     "prepare_ms",

@@ -54,6 +54,9 @@ MAX_PROCESSES = 4096
 MAX_STATUS_OBJECT_BYTES = 16 << 20
 MAX_GATEWAY_BYTES = 1 << 20
 FRESH_S = 60.0
+SERVED_VERSIONS = 3
+"""Versions in a row with a served share below `SERVED_ENOUGH` before that is a problem."""
+SERVED_ENOUGH = 0.5
 """A stored status that is older, by this machine's clock, is not shown."""
 MAX_STREAMS_NAMED = 12
 """Streams of events with unreadable segments that are named; the rest are counted."""
@@ -153,6 +156,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     update_latency_last_ms: float | None = None
     groups_per_s: float | None = None
     merge_kept: float | None
+    served_share: float | None = None
     k3: float | None
     k3_max: float | None
     k3_same_version: float | None
@@ -245,6 +249,7 @@ class Watch:
         problems += [str(error) for error in fleet.errors]
         state = RunState()
         state.add(self._events.read())
+        problems += filter(None, [_served_problem(state)])
         # The last segment of a process is read at any age, so old steps are left out here.
         state.recent_s = self._window_s
         state.steps = recent(state.steps, self._window_s)
@@ -504,6 +509,20 @@ def _in_flight(
         max(0, trainer.credits.get(one.process, 0) - one.worker.stored)
         for one in live
         if one.worker
+    )
+
+
+def _served_problem(state: RunState) -> str | None:
+    """Describes training that does not reach the published weights; None if it does."""
+    served = [one.served for one in state.deltas[-SERVED_VERSIONS:] if one.served is not None]
+    if len(served) < SERVED_VERSIONS or max(one.share for one in served) >= SERVED_ENOUGH:
+        return None
+    newest = served[-1]
+    worst = ", ".join(f"{name} {share:.0%}" for name, share in list(newest.layers.items())[:3])
+    return (
+        f"published weights contain {newest.share:.0%} of the training since version "
+        f"{newest.since} (least: {worst}): updates are smaller than the published format's steps; "
+        'train.masters = "dithered" or a higher rate brings them through'
     )
 
 

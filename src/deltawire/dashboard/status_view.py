@@ -160,8 +160,8 @@ def _figures(status: RunStatus) -> Table:
             _text("window_s", status),
         ),
     ]
-    if status.merge_kept is not None:
-        rows.append(("merge keeps", _text("merge_kept", status), "", ""))
+    for title, name in (("merge keeps", "merge_kept"), ("training served", "served_share")):
+        rows += [(title, _text(name, status), "", "")] * (getattr(status, name) is not None)
     if (allocated := status.allocation) is not None:
         saved = f"{allocated.saved_tokens:,} tokens, {percent(allocated.equal_share)} of them equal"
         rows.append(("prompts", allocated.verdicts, "saved", saved))

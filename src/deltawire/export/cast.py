@@ -105,6 +105,19 @@ def restore_part(tensor: Tensor, spec: TensorSpec, mirror: Mirror) -> None:
     local = local_part(tensor)
     if not local.numel():
         return
+    values = published_part(tensor, spec, mirror)
+    local.copy_(values)
+    part = codec.bits_of(values, spec.dtype).reshape(-1)
+    if not np.array_equal(codec.bits_of(cast(local, spec.dtype), spec.dtype).reshape(-1), part):
+        raise CorruptError(
+            "the model's bits differ from those that were loaded", version=mirror.version
+        )
+
+
+def published_part(tensor: Tensor, spec: TensorSpec, mirror: Mirror) -> Tensor:
+    """Returns a version's values of this rank's part of a tensor, in the published dtype and in
+    the part's shape. Raises `InputError` if the mirror lacks some of them."""
+    local = local_part(tensor)
     whole = (spec.shape, (0,) * len(spec.shape))
     shape, offset = box_of(tensor) if isinstance(tensor, DTensor) else whole
     rows = rows_of_rank(tensor) or (0, spec.shape[0] if spec.shape else 1)
@@ -119,11 +132,7 @@ def restore_part(tensor: Tensor, spec: TensorSpec, mirror: Mirror) -> None:
         part = part.take(np.arange(start, start + size), axis) if size < part.shape[axis] else part
     part = np.ascontiguousarray(part).reshape(-1)
     values = torch.from_numpy(part.copy()).view(TORCH_DTYPES[spec.dtype])
-    local.copy_(values.view(local.shape))
-    if not np.array_equal(codec.bits_of(cast(local, spec.dtype), spec.dtype).reshape(-1), part):
-        raise CorruptError(
-            "the model's bits differ from those that were loaded", version=mirror.version
-        )
+    return values.view(local.shape)
 
 
 def cast(tensor: Tensor, dtype: str) -> Tensor:

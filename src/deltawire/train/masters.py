@@ -11,7 +11,7 @@ gather: its masters are copies, and its parameters hold the rounded values. Both
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -23,7 +23,8 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.config import TrainConfig
 from deltawire.errors import BugError, CorruptError, InputError
-from deltawire.export.shards import LocalShard, box_of, local_part, unwrapped_shard
+from deltawire.export.cast import CastWeights, published_part
+from deltawire.export.shards import LocalShard, box_of, local_part, rows_of_rank, unwrapped_shard
 from deltawire.export.source import WeightSource, bits_of, open_source
 from deltawire.placement.live import published_names, saved_buffers
 from deltawire.sync.follow.mirror import Mirror
@@ -31,6 +32,7 @@ from deltawire.train.dither import dither
 from deltawire.train.optimizer import Optimizer, StepSettings, open_optimizer
 from deltawire.train.parallel import TrainerMesh, device_of, open_mesh, shard_model
 from deltawire.train.parallel.clipping import clip_gradients
+from deltawire.train.served_share import ServedShare, ServedShares
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -69,6 +71,7 @@ class MasterWeights:
                 hint="give it the method shards, or set train.ranks = 1",
             )
         self.steps = 0
+        self.served: ServedShares | None = None
         self._config, self.seed = config, seed
         self._masters = {
             name: _master(parameter)
@@ -164,28 +167,74 @@ class MasterWeights:
             if name in self._masters and not isinstance(parameter, DTensor):
                 self._masters[name].copy_(parameter)
         self.dither()
+        self.remember(since=mirror.version)
         self.restart_optimizer()
 
     @torch.no_grad()
     def dither(self) -> None:
         """Places masters that hold published values at random in their rounding intervals, if the
         configuration says so. What is published does not change."""
+        for name, master in self._masters.items():
+            self._dither(name, local_part(master))
+
+    def _dither(self, name: str, local: Tensor) -> None:
+        """Dithers this rank's part of a master."""
         if self._config.masters != "dithered":
             return
+        master = self._masters[name]
+        shape, offset = tuple(local.shape), (0,) * local.ndim
+        if isinstance(master, DTensor):
+            shape, offset = box_of(master)
+        if tuple(local.shape) != shape:
+            raise BugError(f"{name} holds {tuple(local.shape)} where {shape} is expected")
+        dither(
+            local,
+            self.source.compute_dtype,
+            seed=self.seed,
+            name=published_names(self.model)[name],
+            shape=tuple(master.shape),
+            offset=offset,
+        )
+
+    def remember(self, *, since: int) -> None:
+        """Measures the served share from the present masters on, which are those of a version."""
+        held = ((name, local_part(master)) for name, master in self._masters.items())
+        self.served = self._shares(held, since)
+
+    @torch.no_grad()
+    def remember_start(self, mirror: Mirror) -> None:
+        """Measures the served share from the masters on that a published version begins with.
+
+        ``mirror`` holds at least this rank's part of trained tensors (`trained_rows`).
+        """
+        specs = {spec.name: spec for spec in self.source.specs()}
         names = published_names(self.model)
-        for name, master in self._masters.items():
-            shape, offset = box_of(master) if isinstance(master, DTensor) else (None, None)
-            local = local_part(master)
-            if shape is not None and tuple(local.shape) != shape:
-                raise BugError(f"{name} holds {tuple(local.shape)} where {shape} is expected")
-            dither(
-                local,
-                self.source.compute_dtype,
-                seed=self.seed,
-                name=names[name],
-                shape=tuple(master.shape),
-                offset=offset or (0,) * master.ndim,
-            )
+
+        def starts() -> Iterator[tuple[str, Tensor]]:
+            for name, master in self._masters.items():
+                values = published_part(master, specs[names[name]], mirror).float()
+                self._dither(name, values)
+                yield name, values
+
+        self.served = self._shares(starts(), mirror.version)
+
+    def trained_rows(self) -> dict[str, tuple[int, int] | None]:
+        """Returns the rows of published tensors that this rank's masters lie in; None for all."""
+        names = published_names(self.model)
+        rows = {names[name]: rows_of_rank(master) for name, master in self._masters.items()}
+        return {name: one for name, one in rows.items() if one is None or one[0] < one[1]}
+
+    def _shares(self, starts: Iterable[tuple[str, Tensor]], since: int) -> ServedShares | None:
+        """None for published values that are not the masters rounded to 16 bits."""
+        dtype = self.source.compute_dtype
+        if not isinstance(self.source, CastWeights) or dtype.itemsize != 2:
+            return None
+        return ServedShares(self._masters, starts, dtype, since=since)
+
+    def served_share(self) -> ServedShare | None:
+        """Returns the part of the training that is published now; None if that is not known, or
+        nothing was trained. All ranks call this together."""
+        return None if self.served is None else self.served.measure(self._masters, self.mesh)
 
     def restart_optimizer(self) -> None:
         """Sets the optimizer to its start; the masters keep their values."""

@@ -26,7 +26,7 @@ from deltawire.errors import (
     RetryError,
     UnreadableError,
 )
-from deltawire.events import Parity, SettingsChanged, Step
+from deltawire.events import Parity, Published, Served, SettingsChanged, Step
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.parity import Divergence
 from deltawire.rl.control.rollout_retention import RolloutRetention
@@ -586,3 +586,38 @@ def test_a_setting_that_may_not_change_is_refused_by_name(bucket) -> None:
     bucket.put(keys.TRAINER, encode_json(hostile))
     with pytest.raises(InputError, match=r"'task\.environment' cannot change"):
         open_run(bucket)
+
+
+def served_of(bucket: Bucket) -> dict[int, Served | None]:
+    found = [event for event in EventTail(bucket).read() if isinstance(event, Published)]
+    return {event.version: event.served for event in found if event.version}
+
+
+def test_the_served_share_is_that_since_version_0(bucket, begun, tmp_path) -> None:
+    """Also of a trainer that continues from a checkpoint."""
+    shutil.copytree(begun, tmp_path / "whole")
+    whole = open_bucket(str(tmp_path / "whole"))
+    for place, stops in ((whole, [5]), (bucket, [2, 3, 5])):
+        for version in stops:
+            trainer = trainer_of(place, versions=version)
+            trainer.loop()
+            trainer.process.events.flush()
+    shares = served_of(whole)
+    assert shares == served_of(bucket)
+    assert sorted(shares) == [1, 2, 3, 4, 5]
+    assert all(one.since == 0 and 0.7 < one.share < 1.3 for one in shares.values())
+    layers = {"layers.0", "model.embed_tokens", "model.norm"}
+    assert layers <= shares[5].layers.keys()
+
+
+def test_without_version_0_the_share_is_that_since_the_checkpoint(bucket, monkeypatch) -> None:
+    train(bucket, to=4)
+
+    def gone(*args, at, **named):
+        raise CorruptError("a version has been pruned")
+
+    monkeypatch.setattr(redoing, "load_mirror", gone)
+    trainer = trainer_of(bucket, versions=5)
+    trainer.loop()
+    trainer.process.events.flush()
+    assert served_of(bucket)[5].since == 4

@@ -23,6 +23,7 @@ from deltawire.events import (
     Generated,
     Life,
     Published,
+    Served,
     Span,
     Step,
     Swapped,
@@ -274,6 +275,29 @@ def test_steps_that_moved_nothing_are_counted(bucket) -> None:
     after = look(bucket)
     assert after.failures["step without effect: a gradient that is no number"] == 1
     assert "step without effect: a gradient that is no number" not in before.failures
+
+
+@pytest.mark.parametrize(
+    ("shares", "warned"), [([0.3, 0.1, 0.2], True), ([0.6, 0.1, 0.2], False), ([0.1, 0.2], False)]
+)
+def test_training_that_does_not_reach_the_fleet_is_a_problem(bucket, shares, warned) -> None:
+    trainer = events_of_a_run()["trainer-a"]
+    published = [one for one in trainer if isinstance(one, Published)][: len(shares)]
+    layers = {"layers.1": 0.01, "layers.0": 0.5}
+    events = [
+        msgspec.structs.replace(one, served=Served(since=0, share=share, layers=layers))
+        for one, share in zip(published, shares, strict=True)
+    ]
+    others = [one for one in trainer if not isinstance(one, Published)]
+    bucket.put(keys.events("trainer-a", 0), encode_lines([*others, *events]))
+    found = look(bucket)
+    assert found.served_share == shares[-1]
+    problem = [one for one in found.problems if "of the training since version 0" in one]
+    assert bool(problem) == warned
+    if warned:
+        assert problem[0].startswith("published weights contain 20% of the training")
+        assert "least: layers.1 1%, layers.0 50%" in problem[0]
+        assert 'train.masters = "dithered"' in problem[0]
 
 
 def test_a_run_that_was_published_from_elsewhere(tmp_path) -> None:

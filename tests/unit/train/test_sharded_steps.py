@@ -151,6 +151,10 @@ def test_ranks_dither_as_one_process_does(two_ranks, name):
     masters = MasterWeights(rank_steps.model_of(task), rank_steps.config_of(task).train)
     masters.reset(load_mirror(bucket, read_run(bucket), at=0))
     assert rank_steps.digests_of(masters) == found[name][0]["masters"]
+    since, share, layers = rank_steps.served_after_a_change(masters)
+    assert found[name][0]["served"][0] == since == 0
+    assert found[name][0]["served"][1] == pytest.approx(share, abs=0.05)
+    assert found[name][0]["served"][2] == pytest.approx(layers, abs=0.2)
     assert not all(torch.equal(m, p) for m, p in zip(
         masters._masters.values(), masters.model.parameters(), strict=True
     ))  # fmt: skip

@@ -14,7 +14,7 @@ import msgspec
 
 from deltawire.config import RunConfig
 from deltawire.errors import InputError
-from deltawire.events import MergeKept, Published
+from deltawire.events import MergeKept, Published, Served
 from deltawire.export.merge import MergeReport
 from deltawire.rl.allocation.allocator import Allocator
 from deltawire.rl.control.credits import CreditIssuer
@@ -40,6 +40,7 @@ from deltawire.runtime.fleet import known_trainer, next_epoch
 from deltawire.runtime.process import Process
 from deltawire.sync import AnchorStats, CommitStats, Publisher, ShardPublisher, newest_readable
 from deltawire.train.masters import MasterWeights
+from deltawire.train.served_share import ServedShare
 from deltawire.wire.decisions import RestoreRecord, ServedVersion
 from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.run import Run
@@ -55,7 +56,7 @@ EVENTS_KEPT = 256
 """An anchor that follows its version by more than this many versions is not reported."""
 
 MERGED_LAYERS = 64
-"""Layers of which an event states what a merge kept."""
+"""Layers of which an event states what a merge kept, or the served share."""
 
 
 class Leader(Generic[R]):
@@ -185,6 +186,7 @@ class Leader(Generic[R]):
             upload_ms=receipt.upload_ms,
             merge=None if merge is None else _kept(merge),
             bytes_reused=receipt.bytes_reused,
+            served=_served(self.rank.shares.pop(receipt.version, None)),
         )
         self._published[receipt.version] = event
         self._published.pop(receipt.version - EVENTS_KEPT, None)
@@ -289,6 +291,14 @@ class Leader(Generic[R]):
             self._orders.arrived()
         self.rank.close()
         self.version_retention.close()
+
+
+def _served(share: ServedShare | None) -> Served | None:
+    """The event's part of a served share: all layers together, and those that it is least of."""
+    if share is None:
+        return None
+    least = sorted(share.layers.items(), key=lambda one: one[1])[:MERGED_LAYERS]
+    return Served(since=share.since, share=share.share, layers=dict(least))
 
 
 def _kept(report: MergeReport) -> MergeKept:

@@ -40,6 +40,7 @@ from deltawire.train.parallel import TrainerMesh
 from deltawire.train.parallel.ranks import lost_ranks
 from deltawire.train.publications import Publications
 from deltawire.train.publishing import open_rank_publisher
+from deltawire.train.served_share import ServedShare
 from deltawire.wire.decisions import ServedVersion
 from deltawire.wire.ledger import Ledger
 from deltawire.wire.run import Run
@@ -105,6 +106,8 @@ class Rank(Generic[R_co]):
         self.stop_asked = False
         self.merges: dict[int, MergeReport] = {}
         """Reports of versions that are not committed yet, by an exporter that merges."""
+        self.shares: dict[int, ServedShare] = {}
+        """The served shares of versions that are not committed yet."""
         self.recomputed = ""
         """Describes the steps that were recomputed after the checkpoint; empty if there were
         none."""
@@ -199,6 +202,8 @@ class Rank(Generic[R_co]):
             )
         trained = self.masters.trained()
         self._check_merge(version)
+        if (share := self.masters.served_share()) is not None and self.mesh.leads:
+            self.shares[version] = share
         self.version = self.further.publish(
             lambda: self.publisher.publish(trained, partial=True, metadata=dict(metadata or {}))
         )

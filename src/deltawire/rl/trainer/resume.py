@@ -8,6 +8,7 @@ with the same libraries.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -88,6 +89,7 @@ class Resumed:
             before.model, train, source=before.source, mesh=before.mesh, seed=before.seed
         )
         masters.restore(before.state())
+        masters.served = before.served
         self.masters, self.train = masters, train
 
 
@@ -134,6 +136,7 @@ def resume(
             _continue_from(bucket, run, masters.source, at=commit.version)
         if masters.digest().hex() == manifest.digest:
             check_frozen_base(bucket, run, masters)
+            _remember_start(bucket, run, masters, at=commit.version)
             return Resumed(
                 masters, commit.ledger, commit.version, config.train, reference, commit.ranks
             )
@@ -148,6 +151,16 @@ def resume(
     masters.reset(_load_version(bucket, run, masters.source, at=0))
     check_frozen_base(bucket, run, masters)
     return Resumed(masters, Ledger(), 0, config.train, reference)
+
+
+def _remember_start(bucket: Bucket, run: Run, masters: MasterWeights, *, at: int) -> None:
+    """Measures the served share since version 0; since the present version ``at`` if that one is
+    gone. All ranks call this together."""
+    masters.remember(since=at)
+    if masters.served is None or not at:
+        return
+    with contextlib.suppress(CorruptError):
+        masters.remember_start(load_mirror(bucket, run, at=0, wanted=masters.trained_rows()))
 
 
 def _continue_from(bucket: Bucket, run: Run, source: Any, *, at: int) -> None:
