@@ -286,7 +286,6 @@ TOGETHER = {
     "reference.model",
     "train.adapter.dropout",
     *("train.adapter.packed", "train.adapter.packed_layers", "train.adapter.init"),
-    "train.adapter.packed_matmul",
     *("train.adapter.alpha_pattern", "train.adapter.rank_pattern"),
     *("train.adapter.modules_to_save", "train.adapter.use_rslora", "train.adapters"),
     *(f"train.{key}" for key in ("replicate", "tensor_parallel", "expert_parallel")),
@@ -668,3 +667,12 @@ def test_a_run_of_before_dithering_goes_on_as_it_began():
     del stored["train"]["masters"]
     assert run_config(stored, url="mem").train.masters == "published"
     assert "masters" not in stored["train"]
+
+
+def test_a_run_with_a_fused_product_is_read_without_it():
+    stored = msgspec.to_builtins(RunConfig(name="old"))
+    stored["train"]["adapter"]["packed_matmul"] = "fused"
+    assert run_config(stored, url="mem") == RunConfig(name="old")
+    assert stored["train"]["adapter"]["packed_matmul"] == "fused"
+    with pytest.raises(InputError, match=r"unknown key train\.adapter\.packed_matmul"):
+        parse_config(stored, source="new.toml")

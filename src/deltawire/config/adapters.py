@@ -62,10 +62,6 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
     """The format in which trainer and sampler keep frozen experts."""
     packed_layers: list[Name] = []
     """Further linear layers to pack, named as in `targets`."""
-    packed_matmul: Literal["exact", "fused"] = "exact"
-    """How a GPU multiplies by packed weights: ``exact`` writes a matrix as bf16 first, and computes
-    what it would with that matrix to the bit; ``fused`` does both in one kernel, which sums in
-    another order. Without effect on a CPU."""
     shared_factor: bool = False
     """If true, the experts of a layer share the outer factor: A of ``gate_up_proj``, B of
     ``down_proj``.
@@ -131,9 +127,8 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
                     return f"adapter.{key} has no effect without an adapter", (
                         'set adapter.kind = "lora"'
                     )
-        for key, default in (("packed_layers", []), ("packed_matmul", "exact")):
-            if self.packed == "none" and getattr(self, key) != default:
-                return f"adapter.{key} has no effect", "set adapter.packed to a format"
+        if self.packed == "none" and self.packed_layers:
+            return "adapter.packed_layers has no effect", "set adapter.packed to a format"
         for key in ("rank_pattern", "alpha_pattern"):
             for pattern in getattr(self, key):
                 try:
@@ -192,11 +187,11 @@ def adapters_contradiction(
             return f"two of adapters are named {one.name}", "give each its own name"
         if one.kind == "none":
             return f"{where}.kind is none", "leave the adapter out"
-        for key in ("packed", "packed_layers", "packed_matmul"):
+        for key in ("packed", "packed_layers"):
             if getattr(one, key) != getattr(lines[0], key):
                 return (
                     f"{where}.{key} is not that of {names[0]}: all adapters share one base",
-                    "set packed, packed_layers and packed_matmul to the same in all of them",
+                    "set packed and packed_layers to the same in all of them",
                 )
         if one.packed_layers:
             return f"{where}.packed_layers is not possible with several adapters", "leave it out"

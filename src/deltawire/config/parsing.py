@@ -399,10 +399,19 @@ def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
             hint="use log, status, pull, relay, gateway, export or fsck",
             run=url,
         )
-    if isinstance(train := raw.get("train"), dict) and "masters" not in train:
-        # Runs of before this key started at the published values, and are replayed from there.
-        raw = {**raw, "train": {**train, "masters": "published"}}
+    if isinstance(train := raw.get("train"), dict):
+        raw = {**raw, "train": _train_of_before(train)}
     return parse_config(raw, source=f"{url}/run.json")
+
+
+def _train_of_before(train: dict[str, Any]) -> dict[str, Any]:
+    """Returns the section ``train`` of a run that an earlier release created, in today's keys."""
+    # Runs of before this key started at the published values, and are replayed from there.
+    train = {"masters": "published", **train}
+    # Ways of multiplying by packed weights differed in the order of a sum. One is left.
+    if isinstance(adapter := train.get("adapter"), dict):
+        train["adapter"] = {key: adapter[key] for key in adapter if key != "packed_matmul"}
+    return train
 
 
 def _hint_for(text: str) -> str:

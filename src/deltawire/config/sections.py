@@ -283,9 +283,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         if not self.adapters or self.adapters[0].packed == "none":
             return self.adapter
         first = self.adapters[0]
-        return AdapterConfig(
-            kind="lora", targets=[], packed=first.packed, packed_matmul=first.packed_matmul
-        )
+        return AdapterConfig(kind="lora", targets=[], packed=first.packed)
 
     @property
     def served_adapter(self) -> AdapterConfig:
@@ -297,7 +295,6 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             targets=[],
             packed=self.adapter.packed,
             packed_layers=self.adapter.packed_layers,
-            packed_matmul=self.adapter.packed_matmul,
         )
 
     @property

@@ -70,8 +70,7 @@ def adapted(model: Any, config: AdapterConfig, *, seed: int) -> Any:
         wrapped = _wrap_layers(model, config, linear) if linear else set()
         if config.packed != "none":
             names = [f"{one}.base_layer" if one in wrapped else one for one in packed_layers]
-            fused = config.packed_matmul == "fused"
-            pack_layers(model, config.packed, names, fused=fused)
+            pack_layers(model, config.packed, names)
         for module, stack in stacks:
             name = f"{module}.{stack}"
             add_expert_adapter(

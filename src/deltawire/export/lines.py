@@ -45,7 +45,7 @@ def shared_base(base: Any) -> Any:
 
 def line_model(base: Any, config: AdapterConfig, *, seed: int = 0) -> Any:
     """Returns the model of an adapter over ``base``, whose parameters it shares."""
-    own = msgspec.structs.replace(config, packed="none", packed_layers=[], packed_matmul="exact")
+    own = msgspec.structs.replace(config, packed="none", packed_layers=[])
     model = adapted(shared_base(base), own, seed=seed)
     publish_only(model, PREFIX)
     model._line_base = (base,)  # It stays open while a model over it lives.

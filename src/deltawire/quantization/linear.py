@@ -8,8 +8,7 @@ dequantized weight is kept between the two::
     backward  ∂x = ∂y · W      W = dequantize(parts) again, freed
 
 Both products are those that PyTorch computes over a frozen bf16 weight, so gradients of everything
-upstream are equal to the bit. A `PackedWeight` that is ``fused`` is multiplied by one kernel on a
-GPU instead, which sums in another order (`deltawire.quantization.fused`).
+upstream are equal to the bit. One kernel for both was slower on an H100 (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ from torch import Tensor, nn
 from deltawire.errors import BugError, InputError
 from deltawire.quantization.dequantize import dequantize
 from deltawire.quantization.formats import PackedFormat, Parts, open_format
-from deltawire.quantization.fused import is_fused, multiply_packed
 
 
 class PackedWeight(nn.Module):
     """A frozen weight of ``shape`` [..., R, C] in a packed format, as uint8 parameters.
 
     The parameters hold the bytes of the format's parts, whatever their dtype: FSDP2 shards uint8
-    along the first dimension and leaves it uint8 under mixed precision. ``fused`` asks for the
-    fused product on a GPU.
+    along the first dimension and leaves it uint8 under mixed precision.
 
     Example::
 
@@ -45,7 +42,6 @@ class PackedWeight(nn.Module):
         super().__init__()
         self.form: PackedFormat = open_format(form)
         self.shape = shape
-        self.fused = False
         for name, (size, dtype) in self.form.layout(shape).items():
             held = torch.empty(size, dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(_bytes(held), requires_grad=False))
@@ -130,9 +126,6 @@ class _PackedMatmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: PackedWeight, index: int | None) -> Tensor:
         ctx.weight, ctx.index = weight, index
         ctx.bytes = weight.parts()["codes"].numel()
-        ctx.fused = weight.fused and is_fused(x)
-        if ctx.fused:
-            return multiply_packed(weight.form, weight.parts(index), x, transposed=True)
         return nn.functional.linear(x, _briefly(weight, index).to(x.dtype))
 
     @staticmethod
@@ -140,9 +133,6 @@ class _PackedMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if (held := ctx.weight.parts()["codes"].numel()) != ctx.bytes:
             raise BugError(f"a packed weight has {held} bytes of codes, and had {ctx.bytes} before")
-        if ctx.fused:
-            parts = ctx.weight.parts(ctx.index)
-            return multiply_packed(ctx.weight.form, parts, grad, transposed=False), None, None
         return grad @ _briefly(ctx.weight, ctx.index).to(grad.dtype), None, None
 
 

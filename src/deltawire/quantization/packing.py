@@ -55,11 +55,10 @@ class PackReport:
             total[place] += square
 
 
-def pack_layers(model: Any, form: str, linear: Iterable[str] = (), *, fused: bool = False) -> None:
+def pack_layers(model: Any, form: str, linear: Iterable[str] = ()) -> None:
     """Replaces fused experts, and linear layers of those names, by packed ones without values.
 
-    ``linear`` has full names of modules. With ``fused``, a GPU multiplies by them in one kernel
-    (`deltawire.quantization.fused`). Raises `InputError` if nothing is left to pack.
+    ``linear`` has full names of modules. Raises `InputError` if nothing is left to pack.
     """
     experts = find_experts(model)
     for name, module in experts.items():
@@ -72,9 +71,6 @@ def pack_layers(model: Any, form: str, linear: Iterable[str] = (), *, fused: boo
         with naming(name):
             weight = PackedWeight(form, tuple(layer.weight.shape), device=layer.weight.device)
         setattr(model.get_submodule(parent), last, PackedLinear(weight, layer.bias))
-    for module in model.modules():
-        if isinstance(module, PackedWeight):
-            module.fused = fused
     if not experts and not names:
         raise InputError(
             "the model has no fused experts to pack",

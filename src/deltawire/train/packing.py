@@ -301,7 +301,7 @@ def _varlen(
     if len(packing.keys_K) != len(k) or packing.longest[0] != packing.longest[1]:
         k, v = (torch.index_select(x, 0, packing.keys_K) for x in (k, v))
     grouped = q.shape[1] // k.shape[1]
-    options = {"enable_gqa": True} if grouped > 1 and "enable_gqa" in VARLEN else {}
+    options: dict[str, Any] = {"enable_gqa": True} if grouped > 1 and "enable_gqa" in VARLEN else {}
     if grouped > 1 and not options:
         k, v = (x.repeat_interleave(grouped, dim=1) for x in (k, v))
     out: Any = varlen_attn(

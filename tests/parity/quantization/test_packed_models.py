@@ -109,7 +109,7 @@ class PlainWeight(PackedWeight):
 
     def __init__(self, values: torch.Tensor) -> None:
         nn.Module.__init__(self)
-        self.values, self.fused = values, False
+        self.values = values
 
     def dequantized(self, index=None):
         return self.values if index is None else self.values[index]
