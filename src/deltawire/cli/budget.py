@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from deltawire.dashboard.budget_view import budget_table
     from deltawire.display import safe_json
-    from deltawire.launch.controlling import replay_budget
+    from deltawire.launch.budget import replay_budget
 
     found = replay_budget(arguments.run, trust=trust_of(arguments))
     if arguments.json:

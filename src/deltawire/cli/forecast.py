@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from deltawire.dashboard.forecast_view import forecast_table
     from deltawire.display import safe_json
-    from deltawire.launch.forecasting import forecast_run
+    from deltawire.launch.forecast import forecast_run
 
     found = forecast_run(
         arguments.run,

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from deltawire.dashboard.versions import print_check
-    from deltawire.launch.checking import check_published
+    from deltawire.launch.fsck import check_published
     from deltawire.launch.progress import counting
     from deltawire.runtime.trusted import open_trusted
 

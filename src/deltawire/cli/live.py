@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Does one action."""
     import time
 
-    from deltawire.launch.releasing import (
+    from deltawire.launch.live import (
         ReleaseOptions,
         decide_until_stopped,
         exit_code,

@@ -31,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Pack the model."""
-    from deltawire.launch.packing import pack_model
+    from deltawire.launch.pack import pack_model
 
     pack_model(
         Path(arguments.model),

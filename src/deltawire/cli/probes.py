@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from deltawire.dashboard.probes import whole
     from deltawire.display import safe_json
-    from deltawire.launch.probing import probe_state
+    from deltawire.launch.probes import probe_state
     from deltawire.reward_monitor.watch import figures_of
 
     state = probe_state(arguments.run, trust_of(arguments), live=arguments.live)

@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Prunes once; what the grace period still protects is deleted by a later call."""
-    from deltawire.launch.pruning import prune_run
+    from deltawire.launch.prune import prune_run
     from deltawire.launch.role_keys import read_signer
 
     prune_run(

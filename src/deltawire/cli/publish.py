@@ -80,7 +80,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Publishes what is not a version yet."""
     from deltawire.launch.progress import parse_strides
-    from deltawire.launch.publishing import PublishOptions, publish_directories
+    from deltawire.launch.publish import PublishOptions, publish_directories
     from deltawire.launch.role_keys import read_signer
     from deltawire.sync.huggingface.checkpoint_dir import NO_FILES, lent_files
     from deltawire.sync.huggingface.checkpoint_watcher import CheckpointWatcher

@@ -45,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Brings the directory to a version, or to each new one."""
     from deltawire.launch.adapters import pull_adapter
-    from deltawire.launch.pulling import pull_directory
+    from deltawire.launch.pull import pull_directory
 
     if arguments.adapter:
         if arguments.verify:

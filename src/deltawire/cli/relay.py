@@ -45,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Copies the versions that exist, and with ``--follow`` those that come."""
     from deltawire.launch.progress import parse_strides
-    from deltawire.launch.relaying import RelayOptions, relay_run
+    from deltawire.launch.relay import RelayOptions, relay_run
     from deltawire.launch.role_keys import read_signer
 
     options = RelayOptions(

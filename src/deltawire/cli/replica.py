@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal comes."""
-    from deltawire.launch.embedding import ReplicaOptions, serve_replica
+    from deltawire.launch.replica import ReplicaOptions, serve_replica
 
     trust = trust_of(arguments)
     options = ReplicaOptions(

@@ -12,7 +12,7 @@ from deltawire.cli.exit_codes import INTERRUPTED
 from deltawire.display import safe_line
 
 if TYPE_CHECKING:
-    from deltawire.launch.simulating import PlannedRelease
+    from deltawire.launch.simulate import PlannedRelease
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from deltawire.dashboard.simulation import lines_of
     from deltawire.launch.processes import read_config
-    from deltawire.launch.simulating import (
+    from deltawire.launch.simulate import (
         SimulationOptions,
         derived,
         planned_release,

@@ -62,7 +62,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal comes."""
-    from deltawire.launch.tinkering import TinkerLaunch, serve_tinker
+    from deltawire.launch.tinker import TinkerLaunch, serve_tinker
 
     launch = TinkerLaunch(
         model=arguments.model,

@@ -13,7 +13,7 @@ from deltawire.dashboard.wording import byte_size
 from deltawire.display import safe_json
 from deltawire.errors import InputError, RetryError
 from deltawire.launch.progress import Bars, bars
-from deltawire.launch.pulling import PATIENCE_S, Pulled, wait_for_run
+from deltawire.launch.pull import PATIENCE_S, Pulled, wait_for_run
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.store import MeteredBucket, RetryingBucket
 from deltawire.sync import load_mirror, newest_version, read_run

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from deltawire.config import TrainConfig
 from deltawire.engines.routers import replaced_forward
 from deltawire.parity.router_replay import RouteReplay
+from deltawire.train.activation_checkpointing import Checkpointing, checkpointed
 from deltawire.train.batch import TokenBatch
-from deltawire.train.checkpointing import Checkpointing, checkpointed
 from deltawire.train.head import TokenTerms, head_of, head_terms
 from deltawire.train.layout import BatchLayout, lay_out, lay_out_sequences
 from deltawire.train.packing import PACKED, PackingProbe
@@ -35,7 +35,7 @@ class TrainedPolicy:
 
     ``packing`` packs if the model allows it; ``fp32_head`` computes the head's product in float32;
     ``entropy_gradient`` gives the entropies a gradient; ``checkpointing`` is
-    `deltawire.train.checkpointing`'s.
+    `deltawire.train.activation_checkpointing`'s.
 
     Example::
 

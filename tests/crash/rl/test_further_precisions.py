@@ -20,7 +20,7 @@ from deltawire.config.served import samples_quantized
 from deltawire.dashboard.status import Watch
 from deltawire.errors import InputError
 from deltawire.export.source import open_source
-from deltawire.launch.checking import check_published
+from deltawire.launch.fsck import check_published
 from deltawire.rl.evaluate.attestation import served_status
 from deltawire.rl.trainer.model import open_policy_model
 from deltawire.runtime.fleet import read_trainer

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from deltawire.errors import InputError
 from deltawire.events import Restored
 from deltawire.export.models import empty_model, fetch_model_files
-from deltawire.launch.releasing import Releaser
+from deltawire.launch.live import Releaser
 from deltawire.rl.evaluate.audit import audit_consumption, audit_fates
 from deltawire.rl.trainer import rollbacks
 from deltawire.rl.trainer.trainer import Trainer

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_config
 
-from deltawire.launch.controlling import replay_budget
+from deltawire.launch.budget import replay_budget
 from deltawire.rl.control.rollout_reader import read_group
 from deltawire.runtime.fleet import read_trainer
 from deltawire.store import Bucket, open_bucket

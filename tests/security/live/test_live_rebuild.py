@@ -20,7 +20,7 @@ from signed_run import OTHER, STRANGER, WORKER, SignedRun
 from deltawire.cli.main import main
 from deltawire.config import parse_config
 from deltawire.errors import InputError, RetryError
-from deltawire.launch.releasing import Releaser
+from deltawire.launch.live import Releaser
 from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.erasure.rebuilding import check_rebuildable, rebuild_without

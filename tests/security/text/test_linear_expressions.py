@@ -37,7 +37,7 @@ OURS = {
     ("dashboard/plots.py", r"<!--.*?-->\n?"): "matplotlib's output, in which < is escaped",
     ("dashboard/plots.py", r"<metadata>.*?</metadata>\n?"): "the same",
     ("dashboard/plots.py", r"<[^>]*>"): "the same",
-    ("launch/simulating.py", rb"serving .* on (http://\S+)"): "the log of a child of this process",
+    ("launch/simulate.py", rb"serving .* on (http://\S+)"): "the log of a child of this process",
 }
 """Expressions over text that no one else writes, or that was made short before."""
 BUILT = {

@@ -10,7 +10,7 @@ from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
 from deltawire.estimates import OffPolicyEstimate
 from deltawire.events import Evaluated
-from deltawire.launch.releasing import exit_code
+from deltawire.launch.live import exit_code
 from deltawire.live.release.evidence import LEAST_EFFECT, planned_answers
 from deltawire.runtime.event_log import EventLog
 from deltawire.store import open_bucket

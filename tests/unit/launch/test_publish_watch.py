@@ -4,8 +4,8 @@ import pytest
 from checkpoint_dirs import write_directory
 
 from deltawire.errors import InputError
-from deltawire.launch import publishing
-from deltawire.launch.publishing import PublishOptions, publish_directories
+from deltawire.launch import publish
+from deltawire.launch.publish import PublishOptions, publish_directories
 from deltawire.store import open_bucket, retrying
 from deltawire.sync import CheckpointWatcher, committed_versions
 from deltawire.testing.faulty import FaultyBucket, disk_full
@@ -18,7 +18,7 @@ def outage(tmp_path, monkeypatch):
     for step in (1, 2):
         write_directory(tmp_path / "checkpoints" / f"checkpoint-{step}", step)
     bucket, pauses = FaultyBucket(open_bucket("memory://")), []
-    monkeypatch.setattr(publishing, "open_bucket", lambda *_, **__: bucket)
+    monkeypatch.setattr(publish, "open_bucket", lambda *_, **__: bucket)
     monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
 
     def sleep(seconds):
@@ -26,7 +26,7 @@ def outage(tmp_path, monkeypatch):
         if len(pauses) == 8:
             bucket.heal()
 
-    monkeypatch.setattr(publishing.time, "sleep", sleep)
+    monkeypatch.setattr(publish.time, "sleep", sleep)
     return CheckpointWatcher(tmp_path / "checkpoints", settle_s=0.0), bucket, pauses
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deltawire.cli.main import main
-from deltawire.launch import pulling
+from deltawire.launch import pull
 from deltawire.sync import open_publisher
 from deltawire.wire.run import TensorSpec
 
@@ -26,9 +26,9 @@ def test_it_waits_for_the_folder_the_run_and_the_first_version(tmp_path, monkeyp
         if len(pauses) == 6:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(pulling, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))
+    monkeypatch.setattr(pull, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))
     with pytest.raises(KeyboardInterrupt):
-        pulling.pull_directory(str(place), tmp_path / "out", follow=True)
+        pull.pull_directory(str(place), tmp_path / "out", follow=True)
     told = " ".join(capsys.readouterr().err.split())
     assert told.count("waiting for its first version") == 1
     assert "version 0 " in told

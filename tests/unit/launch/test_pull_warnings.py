@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deltawire.launch import pulling
+from deltawire.launch import pull
 from deltawire.store import open_bucket
 from deltawire.sync import open_publisher
 from deltawire.wire import keys
@@ -26,9 +26,9 @@ def test_a_manifest_that_cannot_be_read_is_reported_once(tmp_path, monkeypatch, 
         if len(pauses) == 6:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(pulling, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))
+    monkeypatch.setattr(pull, "time", SimpleNamespace(**vars(time) | {"sleep": pause}))
     with pytest.raises(KeyboardInterrupt):
-        pulling.pull_directory(bucket.url, tmp_path / "out", follow=True)
+        pull.pull_directory(bucket.url, tmp_path / "out", follow=True)
     written = capsys.readouterr().err
     assert written.count("warning: passed over a manifest") == 1
     assert keys.manifest(2) in written

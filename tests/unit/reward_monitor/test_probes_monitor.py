@@ -295,7 +295,7 @@ def test_the_command_shows_families_examples_and_an_exit_code(tmp_path, capsys, 
     bucket = open_bucket(url, create=True)
     assert main(["probes", url]) == 2
     assert "there is no run" in capsys.readouterr().err
-    monkeypatch.setattr("deltawire.launch.probing.read_run", lambda bucket: object())
+    monkeypatch.setattr("deltawire.launch.probes.read_run", lambda bucket: object())
     assert main(["probes", url]) == 2
     assert "no probes yet" in capsys.readouterr().err
     found = watch(bucket, ProbesConfig())

@@ -22,7 +22,7 @@ from deltawire.engines.routers import Routers
 from deltawire.errors import InputError
 from deltawire.parity.router_replay import RouteReplay, route_shape
 from deltawire.parity.routes import pack_routes
-from deltawire.train import checkpointing
+from deltawire.train import activation_checkpointing
 from deltawire.train.batch import collate
 from deltawire.train.masters import MasterWeights
 from deltawire.train.policy import TrainedPolicy
@@ -123,7 +123,7 @@ def test_offloaded_inputs_pass_the_hooks_for_host_memory(tiny, monkeypatch):
             assert not pin_memory, "nothing is pinned on a CPU"
             super().__init__(lambda tensor: seen.append(tensor.shape) or tensor, lambda x: x)
 
-    monkeypatch.setattr(checkpointing, "save_on_cpu", Counting)
+    monkeypatch.setattr(activation_checkpointing, "save_on_cpu", Counting)
     batch = collate([group(1, [4, 4])])
     with TrainedPolicy(tiny, checkpointing="offloaded").terms(batch):
         pass
@@ -138,7 +138,7 @@ def test_a_model_without_layers_is_refused_by_name(tiny):
 
     with (
         pytest.raises(InputError, match="Bare does not expose its decoder layers"),
-        checkpointing.checkpointed(Bare(), "full"),
+        activation_checkpointing.checkpointed(Bare(), "full"),
     ):
         pass
 

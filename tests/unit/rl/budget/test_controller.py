@@ -17,7 +17,7 @@ from deltawire.dashboard.state import RunState
 from deltawire.errors import InputError
 from deltawire.estimates import BudgetSetting, SettingScore
 from deltawire.events import Evaluated, decode_lines, encode_lines
-from deltawire.launch.controlling import compare
+from deltawire.launch.budget import compare
 from deltawire.rl.budget.controller import BudgetFollower
 from deltawire.rl.budget.decision import BudgetHistory, replay
 from deltawire.rl.budget.limits import BudgetLimits

@@ -42,8 +42,8 @@ from deltawire.dashboard.simulation import (
 from deltawire.envs.simulated_users import SimulatedUserTasks, covered_kinds
 from deltawire.errors import InputError, RetryError
 from deltawire.launch.gateway import REPLICA_KEY_VARIABLE
+from deltawire.launch.live import ReleaseOptions, take_decision
 from deltawire.launch.live_secret import SecretPlace, create_secret
-from deltawire.launch.releasing import ReleaseOptions, take_decision
 from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE
 from deltawire.live.learning.learner import check_learnable
 from deltawire.live.release.evidence import planned_answers
