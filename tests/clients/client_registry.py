@@ -48,6 +48,12 @@ CLIENTS = (
         tests=("unit/trl/test_trl_publish.py",),
     ),
     Client(
+        name="PEFT",
+        package="peft",
+        uses="its directories, written here and loaded there and the other way, with equal logits",
+        tests=("compat/export/test_peft_directories.py",),
+    ),
+    Client(
         name="Tinker's SDK and command line",
         package="tinker",
         uses="every verb, refusals, REST client, `tinker run list`",
