@@ -61,6 +61,10 @@ def loop(tinker, service):
     params = tinker.SamplingParams(max_tokens=4, temperature=0.0)
     answer = sampler.sample(prompt, 2, params, include_prompt_logprobs=True).result(WAIT_S)
     scores = sampler.compute_logprobs(tinker.ModelInput.from_ints(TEXT)).result(WAIT_S)
+    whole = tinker.ModelInput.from_ints(TEXT)
+    top = sampler.sample(
+        whole, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=3
+    ).result(WAIT_S)
     last = sampler.compute_logprobs(tinker.ModelInput.from_ints(TEXT), 2).result(WAIT_S)
     trained = client.forward([datum(tinker)], "cross_entropy").result(WAIT_S)
     stop = tinker.SamplingParams(max_tokens=9, temperature=0.0, stop="a")
@@ -78,6 +82,8 @@ def loop(tinker, service):
         "reasons": [one.stop_reason for one in answer.sequences],
         "ids": [one.sequence_id for one in answer.sequences],
         "prompt": list(answer.prompt_logprobs),
+        "top": top.topk_prompt_logprobs,
+        "of top": list(top.prompt_logprobs),
         "scores": list(scores),
         "last": list(last),
         "trained": trained.loss_fn_outputs[0]["logprobs"].tolist(),
@@ -210,7 +216,9 @@ def refused(tinker, service):
     base = wait(service.create_sampling_client(base_model="org/tiny"))
     prompt = tinker.ModelInput.from_ints(TEXT)
     plain = tinker.SamplingParams(max_tokens=1)
-    attempt("topk", lambda: wait(base.sample(prompt, 1, plain, topk_prompt_logprobs=3)))
+    attempt("topk", lambda: wait(base.sample(prompt, 1, plain, topk_prompt_logprobs=300)))
+    endless = tinker.ModelInput.from_ints((TEXT * 500)[:5000])
+    attempt("long", lambda: wait(base.sample(endless, 1, tinker.SamplingParams())))
     for name, wrong in {
         "temperature": {"temperature": -1.0},
         "top_p": {"top_p": 2.0},

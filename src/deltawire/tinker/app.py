@@ -19,6 +19,7 @@ its client disconnects.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -28,13 +29,16 @@ from aiohttp import web
 
 from deltawire.errors import InputError, RetryError
 from deltawire.serving.app import Handler, answer_errors, error_answer, json_answer
-from deltawire.serving.bodies import read_body
+from deltawire.serving.bodies import BODY_WITHIN_S, read_body
 from deltawire.tinker.requests import (
+    EDGE_BYTES,
     KINDS,
     MAX_BODY_BYTES,
     MAX_CHUNK_BYTES,
     MAX_CHUNK_DATA,
+    OVERSIZE,
     decode_body,
+    oversize,
 )
 from deltawire.tinker.rest import RestAnswers
 from deltawire.tinker.results import RequestResult
@@ -44,6 +48,9 @@ from deltawire.tinker.state import MissingError
 PREFIX = "/api/v1/"
 TOKEN_STARTS = ("tml-", "eyJ")
 """The client refuses other keys before it sends anything."""
+
+MOST_DRAINED_BYTES = 1 << 30
+"""The most bytes that are read of a request that is refused for its size."""
 
 _SERVER = web.AppKey("server", TinkerServer)
 
@@ -161,11 +168,40 @@ def _call(verb: Callable[[TinkerServer, bytes], Awaitable[Any]]) -> Handler:
 
 
 def _submit(kind: str) -> Handler:
-    return _call(lambda server, body: server.submit(kind, body))
+    submit = _call(lambda server, body: server.submit(kind, body))
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if (request.content_length or 0) > MAX_BODY_BYTES:
+            return await _refuse_oversize(request, kind)
+        return await submit(request)
+
+    return handler
+
+
+async def _refuse_oversize(request: web.Request, kind: str) -> web.StreamResponse:
+    """Answers a request that is larger than what is read: its number is used, as that of any other
+    that is refused. Reads it, and keeps no more than its two ends, so that its client hears the
+    answer: one that is still sending takes it for a lost connection, and sends it all again."""
+    head, tail, size = b"", b"", request.content_length or 0
+    left = min(size, MOST_DRAINED_BYTES)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(BODY_WITHIN_S):
+            async for piece in request.content.iter_any():
+                head = head if len(head) >= EDGE_BYTES else (head + piece)[:EDGE_BYTES]
+                tail = (tail + piece)[-EDGE_BYTES:]
+                if (left := left - len(piece)) <= 0:
+                    break
+    try:
+        refused = request.app[_SERVER].refuse(OVERSIZE, oversize(kind, head, tail, size))
+        return json_answer(await _to_its_end(refused))
+    except InputError as error:
+        return error_answer(413, error)
 
 
 async def _refuse(request: web.Request) -> web.StreamResponse:
     """Answers every other call: its number is used, and the reason is told."""
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        return await _refuse_oversize(request, request.match_info["call"])
     body = await read_body(request)
     refused = request.app[_SERVER].refuse(request.match_info["call"], body)
     try:

@@ -7,6 +7,7 @@ that are here and must keep their default say so in `check` functions.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,7 +20,13 @@ from msgspec import Meta
 
 from deltawire.errors import InputError
 from deltawire.tinker import schema
-from deltawire.train.client.types import AdamParams, Datum, ModelInput, SamplingParams
+from deltawire.train.client.types import (
+    MOST_TOP_TOKENS,
+    AdamParams,
+    Datum,
+    ModelInput,
+    SamplingParams,
+)
 from deltawire.wire.objects import prepared
 
 MAX_CHUNK_DATA = 1024
@@ -31,12 +38,22 @@ MAX_BODY_BYTES = 64 << 20
 """The most bytes of any request."""
 MAX_ELEMENTS = 1 << 26
 """The most elements of one loss input."""
+OVERSIZE = "oversize"
+"""The call by which a request is remembered that was too large to be read."""
+EDGE_BYTES = 1 << 16
+"""How much of the start and of the end of a request that is too large is looked at."""
 MAX_CALL = 100
 """The most characters of the name of a call that is refused and remembered."""
 MAX_SPARSITY = 64
 """The most bytes that one byte of a sparse loss input may become."""
 MAX_STEPS = 10**10 - 1
 TTL_S = (3600, 10 * 366 * 24 * 3600)
+
+_MODEL_TAG = 0x0A
+"""The tag of ``model_id``, whose length takes one byte: names of models are short."""
+_SEQ_ID = re.compile(rb"\x10[\x80-\xff]{0,4}[\x00-\x7f]")
+_JSON_MODEL = re.compile(rb'"model_id"\s{0,9}:\s{0,9}"([^"\\]{1,100})"')
+_JSON_SEQ_ID = re.compile(rb'"seq_id"\s{0,9}:\s{0,9}(\d{1,10})\b')
 
 Name = Annotated[str, Meta(max_length=512)]
 Number = Annotated[int, Meta(ge=0, le=MAX_STEPS)]
@@ -193,7 +210,7 @@ class SampleRequest(ClientRequest, frozen=True, kw_only=True):
     base_model: Name = ""
     model_path: Name = ""
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
+    topk_prompt_logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP_TOKENS)] = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
@@ -251,7 +268,12 @@ REFUSED_CALLS = {
 
 
 def refusal(call: str) -> InputError:
-    """Returns the error of a call that this server does not have."""
+    """Returns the error of a call that this server does not have, or of one that is too large."""
+    if call == OVERSIZE:
+        return InputError(
+            f"the request has more than the {MAX_BODY_BYTES >> 20} MiB that this server reads",
+            hint="give shorter data, or fewer in each call",
+        )
     hint = next((text for name, text in REFUSED_CALLS.items() if name in call.split("/")), "")
     return InputError(
         f"this server has no call {call[:100]!r}", hint=hint or "it serves Tinker's SDK 0.38"
@@ -282,6 +304,27 @@ def with_known_loss(request: TrainingRequest, loss: str) -> TrainingRequest:
             "start the server with --stable-reinforce LOSS",
         )
     return msgspec.structs.replace(request, loss_fn=loss)
+
+
+def oversize(kind: str, head: bytes, tail: bytes, size: int) -> bytes:
+    """Returns what is remembered of a request of ``size`` bytes that is not read, as the body of
+    the call `OVERSIZE`; raises the refusal where its first and last bytes do not tell whose it is.
+
+    The SDK writes a request's model and number before all data, or after them."""
+    if kind == "forward_backward":
+        start = 2 + head[1] if len(head) > 1 and head[0] == _MODEL_TAG else 0
+        if number := _SEQ_ID.match(head, start):
+            found = schema.parse("ForwardBackwardRequest", head[: number.end()])
+            return msgspec.json.encode(
+                {"model_id": found.model_id, "seq_id": found.seq_id, "bytes": size}
+            )
+        raise refusal(OVERSIZE)
+    edges = head + b" " + tail
+    model, turn = _JSON_MODEL.search(edges), _JSON_SEQ_ID.search(edges)
+    if model is None or turn is None:
+        raise refusal(OVERSIZE)
+    name = model[1].decode("utf-8", "replace")
+    return msgspec.json.encode({"model_id": name, "seq_id": int(turn[1]), "bytes": size})
 
 
 def address(kind: str, body: bytes) -> tuple[str, int]:
@@ -479,7 +522,6 @@ def sampling_params(
     ``stability_info``, a client may ask to record what stable_reinforce needs, and nothing is
     recorded. Raises `InputError` for what cannot be honored."""
     refused: Mapping[str, Any] = {
-        "topk_prompt_logprobs": sample.topk_prompt_logprobs,
         "topk_sample_logprobs": sample.topk_sample_logprobs,
         "target_prompt_logprobs": sample.target_prompt_logprobs,
         "prompt_alt_tokens_k": sample.prompt_alt_tokens_k,

@@ -16,6 +16,8 @@ from deltawire.wire.objects import prepared
 
 MAX_RESULT_BYTES = 1 << 30
 Category = Literal["user", "server"]
+_NO_LOGPROB = -99999.0
+"""Tinker's sign, with token 0, for a place without likeliest tokens."""
 
 
 class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,4 +107,21 @@ def sample_result(response: SampleResponse, *, last: int | None = None) -> Reque
         if last is not None:
             scores[: max(len(scores) - last, 0)] = np.nan
         message.prompt_logprobs = scores.tobytes()
+    if response.topk_prompt_logprobs is not None:
+        _fill_top(message.topk_prompt_logprobs, response.topk_prompt_logprobs, last=last)
     return RequestResult(kind="proto", body=message.SerializeToString(deterministic=True))
+
+
+def _fill_top(
+    message: Any, rows: list[list[tuple[int, float]] | None], *, last: int | None
+) -> None:
+    """Writes the likeliest tokens at each place as two matrices, int32 and float32 [L, K]."""
+    count = max((len(row) for row in rows if row is not None), default=0)
+    ids = np.zeros((len(rows), count), np.int32)
+    scores = np.full((len(rows), count), _NO_LOGPROB, np.float32)
+    first = 0 if last is None else max(len(rows) - last, 0)
+    for place, row in enumerate(rows):
+        if row is not None and place >= first:
+            ids[place], scores[place] = zip(*row, strict=True)
+    message.token_ids, message.logprobs = ids.tobytes(), scores.tobytes()
+    message.k, message.length = count, len(rows)

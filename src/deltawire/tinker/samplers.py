@@ -124,6 +124,7 @@ class Samplers:
                     request.num_samples,
                     params,
                     bool(request.prompt_logprobs),
+                    request.topk_prompt_logprobs,
                     least_version=record.version,
                 )
             return sample_result(answer, last=request.prompt_logprobs_last_n)
@@ -131,7 +132,16 @@ class Samplers:
             return RequestResult.of_error(error)
 
     def _params(self, request: SampleRequest, tokens: list[int]) -> SamplingParams:
-        room = self.options.context - len(tokens)
+        context, asked = self.options.context, request.sampling_params.max_tokens
+        room = context - len(tokens)
+        if (1 if asked is None else asked) > room:
+            wanted = "" if asked is None else f", with {asked} new ones,"
+            raise InputError(
+                f"a prompt of {len(tokens)} tokens{wanted} does not fit into this server's context "
+                f"of {context}",
+                hint="shorten the prompt, lower max_tokens, or start the server with a larger "
+                "--context",
+            )
         return sampling_params(request, room=room, stability_info=self.options.stability_info)
 
     @asynccontextmanager

@@ -37,7 +37,17 @@ _ENUMS = {
 # Each field: name, number, type. "*" repeats it, "?" makes it optional, "NAME|" puts it into the
 # oneof NAME, and "map " maps strings to the type.
 _MESSAGES: dict[str, list[tuple[str, int, str]]] = {
-    "SampleResponse": [("sequences", 1, "*SampledSequence"), ("prompt_logprobs", 2, "?bytes")],
+    "SampleResponse": [
+        ("sequences", 1, "*SampledSequence"),
+        ("prompt_logprobs", 2, "?bytes"),
+        ("topk_prompt_logprobs", 3, "?TopkLogprobs"),
+    ],
+    "TopkLogprobs": [
+        ("token_ids", 1, "bytes"),
+        ("logprobs", 2, "bytes"),
+        ("k", 3, "uint32"),
+        ("length", 4, "uint32"),
+    ],
     "SampledSequence": [
         ("stop_reason", 1, "StopReason"),
         ("tokens", 2, "bytes"),

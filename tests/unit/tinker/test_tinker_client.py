@@ -66,6 +66,20 @@ def test_the_sampler_and_the_trainer_agree(seen):
     assert found["last"][-2:] == pytest.approx(found["scores"][-2:], abs=1e-6)
 
 
+def test_the_likeliest_tokens_come_with_the_prompt(seen):
+    found = facts_of(seen, "loop")
+    text = list(b"abcabcabcabc")
+    assert found["top"][0] is None
+    assert [len(row) for row in found["top"][1:]] == [3] * (len(text) - 1)
+    for row, token, score in zip(found["top"][1:], text[1:], found["of top"][1:], strict=True):
+        scores = [one for _, one in row]
+        assert scores == sorted(scores, reverse=True)
+        assert dict(row).get(token, score) == pytest.approx(score, abs=1e-5)
+        assert score <= scores[0] + 1e-5
+    # The model has learned the text, so each of its tokens is the likeliest one.
+    assert [row[0][0] for row in found["top"][4:]] == text[4:]
+
+
 def test_a_state_continues_to_the_same_bits(seen):
     found = facts_of(seen, "resume")
     assert found["path"]
@@ -113,11 +127,12 @@ def test_a_custom_loss_has_the_exact_gradient(seen):
         ("sampler", "no checkpoint"),
         ("twice", "there is a checkpoint"),
         ("topk", "topk_prompt_logprobs"),
+        ("long", "a prompt of 5000 tokens does not fit into this server's context"),
         ("temperature", "temperature is -1"),
         ("top_p", "top_p is 2"),
         ("top_k", "top_k is -3"),
         ("no tokens", "max_tokens is 0"),
-        ("context", "context"),
+        ("context", "with 10000 new ones, does not fit into this server's context"),
     ],
 )
 def test_what_cannot_be_honored_is_refused(seen, what, words):

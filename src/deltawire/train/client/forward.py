@@ -10,6 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from deltawire.engines.routers import replaced_forward
 from deltawire.train.budget import divide_sequences
 from deltawire.train.client.losses import LOSSES
 from deltawire.train.client.operations import (
@@ -19,6 +20,7 @@ from deltawire.train.client.operations import (
     check_tokens,
     tensor_from,
 )
+from deltawire.train.head import chunk_tokens, head_of
 from deltawire.train.parallel import TrainerMesh
 from deltawire.train.policy import TrainedPolicy
 from deltawire.train.step import deterministic
@@ -32,6 +34,36 @@ def score_tokens(model: Any, tokens: Sequence[int]) -> Tensor:
         return torch.zeros(0)
     with TrainedPolicy(model).sequence_terms([ids[:-1]], [ids[1:]]) as terms:
         return terms[0].logprobs.cpu()
+
+
+def top_tokens(model: Any, tokens: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+    """Returns the ``count`` likeliest tokens at each t ≥ 1 after the tokens before t, and their
+    log-probabilities: int64[L − 1, K] and float32[L − 1, K] on the CPU, likeliest first.
+
+    K is ``count``, or the size of a smaller vocabulary.
+    """
+    ids = torch.tensor(tokens)
+    vocabulary = vocabulary_of(model)
+    check_tokens(ids, vocabulary)
+    count = min(count, vocabulary)
+    if len(tokens) < 2:
+        return torch.zeros(0, count, dtype=torch.long), torch.zeros(0, count)
+    head = head_of(model)
+    own_forward = head.module.forward
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def through(hidden_RSH: Tensor) -> Tensor:
+        for part_TH in torch.split(hidden_RSH[0], chunk_tokens(vocabulary)):
+            logits_TV = head.transform(own_forward(part_TH).float())
+            best = logits_TV.topk(count)
+            logprobs_TK = best.values - logits_TV.logsumexp(-1, keepdim=True)
+            found.append((best.indices.cpu(), logprobs_TK.cpu()))
+        return hidden_RSH[..., :1]
+
+    with torch.no_grad(), replaced_forward(head.module, through):
+        model(input_ids=ids[None, :-1].to(model.device), use_cache=False)
+    indices, logprobs = zip(*found, strict=True)
+    return torch.cat(indices), torch.cat(logprobs)
 
 
 def vocabulary_of(model: Any) -> int:

@@ -34,8 +34,9 @@ from deltawire.export.models import (
 from deltawire.export.quantized import serve_quantized
 from deltawire.store import Bucket
 from deltawire.sync import Follower, newest_version
-from deltawire.train.client.forward import score_tokens
+from deltawire.train.client.forward import score_tokens, top_tokens
 from deltawire.train.client.types import (
+    MOST_TOP_TOKENS,
     APIFuture,
     SampledSequence,
     SampleResponse,
@@ -135,10 +136,13 @@ class SamplingClient:
         num_samples: int,
         sampling_params: SamplingParams,
         include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
         *,
         least_version: int | None = None,
     ) -> APIFuture[SampleResponse]:
         """Draws ``num_samples`` completions of a prompt, with ``least_version`` or a newer one.
+
+        ``topk_prompt_logprobs`` asks for that many of the likeliest tokens at each of the prompt.
 
         Log-probabilities are those of the whole tempered distribution, whatever ``top_k`` and
         ``top_p`` left of it, and of the untempered one at temperature 0. Raises `InputError` for
@@ -148,6 +152,11 @@ class SamplingClient:
         params = self._checked(sampling_params, len(tokens))
         if not 1 <= num_samples <= 1 << 16:
             raise InputError(f"num_samples is {num_samples}", hint="give 1 to 65536")
+        if not 0 <= topk_prompt_logprobs <= MOST_TOP_TOKENS:
+            raise InputError(
+                f"topk_prompt_logprobs is {topk_prompt_logprobs}",
+                hint=f"give 0 to {MOST_TOP_TOKENS}",
+            )
         ends = self._ends_of(sampling_params.stop)
 
         async def run() -> SampleResponse:
@@ -156,7 +165,8 @@ class SamplingClient:
                 *(self._one(tokens, params.numbered(one), ends) for one in range(num_samples))
             )
             scores = self._score(tokens) if include_prompt_logprobs else None
-            return SampleResponse(list(sequences), scores)
+            top = self._top(tokens, topk_prompt_logprobs) if topk_prompt_logprobs else None
+            return SampleResponse(list(sequences), scores, top)
 
         return self._submit(run)
 
@@ -256,6 +266,12 @@ class SamplingClient:
     def _score(self, tokens: list[int]) -> list[float | None]:
         scores = score_tokens(self._model, tokens)
         return [None, *scores.tolist()]
+
+    @torch.inference_mode()
+    def _top(self, tokens: list[int], count: int) -> list[list[tuple[int, float]] | None]:
+        ids, scores = top_tokens(self._model, tokens, count)
+        rows = zip(ids.tolist(), scores.tolist(), strict=True)
+        return [None, *(list(zip(*row, strict=True)) for row in rows)]
 
     async def _fresh_enough(self, least: int | None = None) -> None:
         """Waits until the client may answer within ``max_lag``."""

@@ -168,7 +168,8 @@ class SampledSequence:
 @dataclass(frozen=True)
 class SampleResponse:
     """The completions of one prompt. ``prompt_logprobs`` has an entry for each prompt token, None
-    for the first.
+    for the first; so has ``topk_prompt_logprobs``, whose entries are the likeliest tokens there
+    with their log-probabilities, likeliest first.
 
     Example::
 
@@ -178,6 +179,12 @@ class SampleResponse:
 
     sequences: list[SampledSequence]
     prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+
+
+MOST_TOP_TOKENS = 256
+"""The most tokens that ``topk_prompt_logprobs`` may ask for: with a prompt of 32,768 tokens, 8
+million pairs."""
 
 
 class APIFuture(Generic[T]):
