@@ -52,11 +52,11 @@ from deltawire.config.sections import (
     RetainConfig,
     RolloutConfig,
     RunConfig,
-    StalenessConfig,
     TrainConfig,
     WarmStartConfig,
     WarnLimits,
 )
+from deltawire.config.staleness import StalenessConfig
 from deltawire.config.tasks import (
     ChatConfig,
     DataConfig,
