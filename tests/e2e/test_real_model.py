@@ -1,4 +1,4 @@
-"""Weights that someone else pretrained: skipped by name without them (make models/smollm2-135m)."""
+"""Weights that someone else pretrained: skipped by name without them (make real-model)."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "smollm2-135m"
 EXAMPLE = ROOT / "examples" / "real"
 needs_model = pytest.mark.skipif(
-    not MODEL.is_dir(), reason="needs models/smollm2-135m: make models/smollm2-135m writes it"
+    not MODEL.is_dir(), reason="needs models/smollm2-135m: make real-model writes it"
 )
 
 
