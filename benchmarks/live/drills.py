@@ -30,7 +30,8 @@ from deltawire.launch.live_secret import SecretPlace, create_secret
 from deltawire.live.feedback.client import receipt_of
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
-from deltawire.live.learning.records import LiveRecords, read_lineages
+from deltawire.live.learning.records import LiveRecords
+from deltawire.rl.control.lineages import read_lineages
 from deltawire.store import Bucket, DelegatingBucket, open_bucket
 from deltawire.sync import read_manifest
 from deltawire.testing.tiny import start_publisher, start_run, weights

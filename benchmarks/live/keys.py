@@ -22,6 +22,9 @@ KEYS: Final[dict[str, Key]] = {
     "captures_lost": Key("drills", "<=", 0, "answers with a receipt that are not in the bucket"),
     "feedback_lost": Key("drills", "<=", 0, "reports that were taken and are not in the bucket"),
     "feedback_trained_twice": Key("drills", "<=", 0, "answers that two groups were made of"),
+    "feedback_trained_twice_two_learners": Key(
+        "two_learners", "<=", 0, "the same, trained by two learners that are killed and stopped"
+    ),
     "satisfaction_gain": Key(
         "satisfaction", ">=", 0.0, "true satisfaction of simulated users, end over start, 5 seeds"
     ),

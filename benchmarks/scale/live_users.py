@@ -10,7 +10,7 @@ from benchmarks.scale.versions import make_run
 from benchmarks.training.keys import Measured, Options
 from deltawire.errors import BugError
 from deltawire.live.erasure.forgetting import forget_user
-from deltawire.live.learning.rebuilds import ReleasedGroups
+from deltawire.rl.control.released_groups import ReleasedGroups
 from deltawire.store import Bucket
 from deltawire.sync import read_run
 from deltawire.testing.simulated import SimulatedBucket

@@ -11,8 +11,8 @@ from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.erasure.rebuilding import rebuild_without
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
-from deltawire.live.learning.rebuilds import ReleasedGroups
 from deltawire.live.learning.records import LiveRecords
+from deltawire.rl.control.released_groups import ReleasedGroups
 from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.trainer.rollbacks import RollbackWatch
 from deltawire.runtime.decision_log import DecisionLog

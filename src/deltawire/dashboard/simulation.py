@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from deltawire.live.learning.records import read_lineages
+from deltawire.rl.control.lineages import read_lineages
 from deltawire.store import Bucket
 from deltawire.testing.users.driver import DriveResult, ServedNote
 from deltawire.testing.users.population import STYLES, Population

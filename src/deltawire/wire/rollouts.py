@@ -30,6 +30,8 @@ MAX_GROUP_BYTES = 256 << 20
 MAX_TRAJECTORIES = 4096
 MAX_THINKING = 1 << 20
 """Turns of thinking, and ranges of inserted tokens, of all trajectories of a group."""
+LIVE_TASK = "live"
+"""Task and family of a learner's groups, whose answers are those of a lineage."""
 MAX_PROBES = 64
 MAX_NAME = 64
 """Characters of a worker's, a family's or a probe's name."""

@@ -103,7 +103,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``digest`` is the digest of the serving weights; it was recomputed from the weights themselves
     if ``attested``. ``lag`` is the newest version minus the one held. ``stored`` is the sequence
     number of the worker's next group, and ``first`` that number when the lease began (None:
-    unknown). ``alarm`` explains why a newer manifest could not be read; empty if all could.
+    unknown). ``learns`` marks a worker that makes its groups of users' answers, and samples
+    nothing. ``alarm`` explains why a newer manifest could not be read; empty if all could.
     """
 
     phase: WorkerPhase
@@ -113,6 +114,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     lag: Index = 0
     stored: Index = 0
     first: Index | None = None
+    learns: bool = False
     alarm: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
 
 

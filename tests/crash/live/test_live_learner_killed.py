@@ -6,7 +6,8 @@ from live_answers import NOW, answer, config_of, put_rows, report
 from deltawire.errors import FencedError
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
-from deltawire.live.learning.records import LiveRecords, read_lineages
+from deltawire.live.learning.records import LiveRecords
+from deltawire.rl.control.lineages import read_lineages
 from deltawire.store import DelegatingBucket, open_bucket
 from deltawire.wire import keys
 from deltawire.wire.rollouts import decode_group

@@ -23,7 +23,8 @@ import tiny_config
 from benchmarks.ports import free_port
 from deltawire.live.deployment_secret import parse_secret
 from deltawire.live.feedback.client import receipt_of
-from deltawire.live.learning.records import LiveRecords, read_lineages
+from deltawire.live.learning.records import LiveRecords
+from deltawire.rl.control.lineages import read_lineages
 from deltawire.runtime.heartbeat import read_heartbeat
 from deltawire.runtime.signed_bucket import SignedBucket
 from deltawire.store import open_bucket

@@ -12,7 +12,8 @@ from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.forgotten import forgotten_users
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
-from deltawire.live.learning.records import LiveRecords, read_lineages
+from deltawire.live.learning.records import LiveRecords
+from deltawire.rl.control.lineages import read_lineages
 from deltawire.store import DelegatingBucket, open_bucket
 from deltawire.testing.tiny import start_run
 from deltawire.wire import keys

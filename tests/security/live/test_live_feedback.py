@@ -24,7 +24,8 @@ from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackLimits
 from deltawire.live.gateway import app as live_calls
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
-from deltawire.live.learning.records import LiveRecords, read_lineages
+from deltawire.live.learning.records import LiveRecords
+from deltawire.rl.control.lineages import read_lineages
 from deltawire.testing.tiny import start_run
 from deltawire.wire.receipts import read_receipt, seal_receipt
 

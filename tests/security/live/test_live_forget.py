@@ -13,7 +13,7 @@ from deltawire.errors import RetryError
 from deltawire.live.capture.consent import ConsentRule
 from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.erasure.forgetting import forget_user
-from deltawire.live.learning.records import read_lineages
+from deltawire.rl.control.lineages import read_lineages
 from deltawire.store import DelegatingBucket
 from deltawire.testing.tiny import start_run
 from deltawire.wire import keys

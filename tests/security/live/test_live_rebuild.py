@@ -26,9 +26,10 @@ from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.erasure.rebuilding import check_rebuildable, rebuild_without
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
-from deltawire.live.learning.rebuilds import ReleasedGroups
-from deltawire.live.learning.records import LiveRecords, read_lineages
+from deltawire.live.learning.records import LiveRecords
 from deltawire.rl.control.challenges import nonce_of
+from deltawire.rl.control.lineages import read_lineages
+from deltawire.rl.control.released_groups import ReleasedGroups
 from deltawire.rl.trainer import rollbacks
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.process import open_run

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from deltawire.live.erasure.stored_rows import require_rows
-from deltawire.live.learning.records import require_lineages
+from deltawire.rl.control.lineages import require_lineages
 from deltawire.store import Bucket
 from deltawire.sync.chain.evidence import require_agreed
 from deltawire.wire import keys

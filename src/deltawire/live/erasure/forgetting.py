@@ -26,7 +26,7 @@ from deltawire.live.erasure.stored_rows import require_rows
 from deltawire.live.erasure.user_groups import Place, UserGroups
 from deltawire.live.forgotten import forgotten_users
 from deltawire.live.learning.grouping import group_without_users
-from deltawire.live.learning.records import require_lineages
+from deltawire.rl.control.lineages import require_lineages
 from deltawire.store import Bucket
 from deltawire.sync.chain.evidence import listed_twice, require_agreed
 from deltawire.wire import keys

@@ -8,7 +8,7 @@
 
 The decision is the commit: it is an ordinary rollback with the figure `FORGETS`. A trainer follows
 it as any other (`deltawire.rl.trainer.rollbacks`), and learners then offer the answers of the
-withdrawn versions again (`deltawire.live.learning.rebuilds`).
+withdrawn versions again (`deltawire.rl.control.released_groups`).
 
 The result is not what a run would be that never saw the user: other users were served by the
 withdrawn versions, and their answers and reports depend on them.

@@ -8,7 +8,7 @@ them as they are. So the trainer, its ledger and its recomputing of steps are th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from deltawire.live.learning.window import DelayModel, JoinWindow, fit_delays
 from deltawire.rl.control.rollout_reader import Bounds
 from deltawire.wire.captures import Capture
 from deltawire.wire.lineage import LearnedAnswer, Lineage
-from deltawire.wire.rollouts import Group, Trajectory
+from deltawire.wire.rollouts import LIVE_TASK, Group, Trajectory
 
 FITTED = 5000
 """The delay model is fitted to at most this many answers, the newest ones."""
@@ -88,16 +88,19 @@ class Quarantine(NamedTuple):
 class GroupMaker:
     """Joins answers and feedback by a run's rules, and makes groups of what matured.
 
-    ``claimed`` are the answers of lineages. ``delays`` is the last fit, and ``states`` counts the
+    ``claimed`` are the answers of lineages, and ``owns`` tells which answers are this learner's to
+    take (`deltawire.live.learning.owners`). ``delays`` is the last fit, and ``states`` counts the
     answers of the last `prepare` by state: those of the join window, and ``unusable``, ``expired``
     (older than ``max_age_s``), ``late`` (reports about answers that were trained on already),
-    ``quarantined`` (matured answers of the users and cohorts that are ``quarantined``) and
-    ``neutral`` (matured answers of reward 0, with the baseline ``sign``).
+    ``others`` (those that another learner owns), ``quarantined`` (matured answers of the users and
+    cohorts that are ``quarantined``) and ``neutral`` (matured answers of reward 0, with the
+    baseline ``sign``).
     """
 
     config: RunConfig
     records: LiveRecords
     claimed: set[str] = field(default_factory=set)
+    owns: Callable[[str], bool] = lambda _answer: True
     delays: DelayModel | None = None
     states: Counter[str] = field(default_factory=Counter)
     quarantined: Quarantine = field(default_factory=Quarantine)
@@ -160,7 +163,10 @@ class GroupMaker:
                 reward = self.rules.reward(values_of(counted), capture, self._own)
                 if reward is not None:
                     self._rewards[answer] = reward
-                    found.append(MaturedAnswer(capture, reward, age_s))
+                    if self.owns(answer):
+                        found.append(MaturedAnswer(capture, reward, age_s))
+                    else:
+                        self.states["others"] += 1
         self._quarantine()
         kept = [one for one in found if not self._is_quarantined(one.capture)]
         self.states["quarantined"] += len(found) - len(kept)
@@ -302,7 +308,7 @@ def group_of_answers(
         for episode, (one, capture) in enumerate(zip(answers, captures, strict=True))
     ]
     prompt = _first_prompt(trajectories)
-    return Group(worker, nonce, "live", temperature, prompt, trajectories, "live")
+    return Group(worker, nonce, LIVE_TASK, temperature, prompt, trajectories, LIVE_TASK)
 
 
 def group_without_users(group: Group, lineage: Lineage, users: Container[str]) -> Group:

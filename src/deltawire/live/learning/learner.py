@@ -4,10 +4,11 @@
 
     records ─▶ matured answers ─▶ lineage n (create) ─▶ group n (create) ─▶ trainer, as any group
 
-The lineage comes first and claims its answers permanently. A learner that is killed in between
+Of several learners each owns a part of the answers (`deltawire.live.learning.owners`). The lineage
+comes first and claims its answers permanently. A learner that is killed in between
 finds the lineage without its group when it starts again, and stores the group from it. So an answer
 is in one group, and a group is consumed when the version that trained on it is committed. Only a
-rebuild without a forgotten user releases answers again (`deltawire.live.learning.rebuilds`).
+rebuild without a forgotten user releases answers again (`deltawire.rl.control.released_groups`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from deltawire.live.learning.grouping import (
     group_of_answers,
     group_without_users,
 )
-from deltawire.live.learning.rebuilds import ReleasedGroups
-from deltawire.live.learning.records import LiveRecords, read_lineages
+from deltawire.live.learning.owners import MOST_READ, AnswerOwners, OtherLineages
+from deltawire.live.learning.records import LiveRecords
 from deltawire.rl.control.challenges import nonce_of
+from deltawire.rl.control.lineages import read_lineages
+from deltawire.rl.control.released_groups import ReleasedGroups
 from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.rl.rollout.worker import next_sequence
 from deltawire.runtime.event_tail import events_of
+from deltawire.runtime.fleet import Fleet
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.store import Bucket
 from deltawire.wire import keys
@@ -64,8 +68,11 @@ class LiveGroups:
         self._bucket = bucket
         self._worker = worker
         self._maker = maker
+        self._released = released
+        self._others = OtherLineages(bucket, worker)
         self._unfinished: list[Lineage] = []
         for lineage in read_lineages(bucket):
+            self._others.skip(lineage)
             if (lineage.worker, lineage.sequence) in released:
                 continue
             maker.claim(lineage)
@@ -80,6 +87,9 @@ class LiveGroups:
         same group.
         """
         if not self._unfinished:
+            for lineage in self._others.poll():
+                if (lineage.worker, lineage.sequence) not in self._released:
+                    self._maker.claim(lineage)
             count = self._maker.config.rollout.group_size
             answers = self._maker.prepare(now, count)
             if answers is None:
@@ -146,7 +156,7 @@ class LiveGroups:
     def _fenced(self, key: str) -> FencedError:
         return FencedError(
             f"another process stores groups as worker {self._worker}",
-            hint="give each learner its own --id",
+            hint="give each learner its own --id; learners of one run share its answers",
             run=self._bucket.url,
             key=key,
         )
@@ -196,6 +206,10 @@ class LearnerLoop:
         self.records.poll()
         self._released = ReleasedGroups(process.bucket, run)
         self._released.poll()
+        self.owners = AnswerOwners(
+            process.name,
+            Fleet(process.bucket, silence_s=config.faults.silence_s, most_read=MOST_READ),
+        )
         self._first = next_sequence(process)
         self._begin(self._first)
         self.link = TrainerLink(process.bucket, process.name, silence_s=config.faults.silence_s)
@@ -205,7 +219,7 @@ class LearnerLoop:
 
     def _begin(self, first: int) -> None:
         """Claims the answers of all lineages that were not released, and goes on at ``first``."""
-        self.maker = GroupMaker(self.config, self.records)
+        self.maker = GroupMaker(self.config, self.records, owns=self.owners.owns)
         self.groups = LiveGroups(
             self.process.bucket,
             self.process.name,
@@ -222,6 +236,7 @@ class LearnerLoop:
             digest=trainer.digest if trainer else "",
             stored=self.groups.sequence,
             first=self._first,
+            learns=True,
         )
 
     def run(self) -> None:
@@ -245,6 +260,7 @@ class LearnerLoop:
         """Read what is new and store at most one group; returns whether one was stored."""
         try:
             self.records.poll()
+            self.owners.poll(time.monotonic())
             self._release()
             stored = self._may_store() and self._store()
         except RetryError as error:

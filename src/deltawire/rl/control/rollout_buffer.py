@@ -30,6 +30,7 @@ DropCause = Literal[
     "quarantined",
     "skipped",
     "deferred",
+    "repeated",
 ]
 
 MIN_EPISODES = 2
@@ -100,7 +101,8 @@ class Drop:
     (``stale``), too few of its episodes completed (``failed``, with the first cause
     as ``detail``), it cannot be read (``damaged``), the worker's key did not sign it
     (``unsigned``), a version that does not exist sampled it, its family is down-weighted
-    (``withheld``), its nonce is not of a granted group, or its worker is quarantined. ``tokens``
+    (``withheld``), its nonce is not of a granted group, its worker is quarantined, or another group
+    holds one of its answers (``repeated``, `deltawire.rl.control.trained_answers`). ``tokens``
     counts the tokens that were sampled.
     """
 
@@ -140,14 +142,28 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Found:
-    """A group that was read, and the hash of its bytes."""
+    """A group that was read, and the hash of its bytes; of a learner's group also its ``answers``,
+    None if they are not known."""
 
     group: Group
     hash: str
+    answers: list[str] | None
 
     @property
     def nonce(self) -> str:
         return self.group.nonce
+
+
+class AnswerBook(Protocol):
+    """Decides which group holds an answer (`deltawire.rl.control.trained_answers`)."""
+
+    def read(self, group: Group, sequence: int) -> list[str] | None:
+        """The answers of a learner's group; called by any thread."""
+        ...
+
+    def claim(self, group: Group, sequence: int, answers: list[str] | None) -> str:
+        """Why a group is refused; empty if it is not."""
+        ...
 
 
 class Guard(Protocol):
@@ -180,7 +196,8 @@ class RolloutBuffer:
     counts those in a row, and ``failure`` is the last one's first cause. A dropped group counts as
     settled, so its credit is granted again. ``arrive`` is called once for each stored group and
     returns its place (`deltawire.rl.control.staleness.StalenessPolicy.arrive`). Groups for which
-    ``withhold`` is true are dropped on arrival (`deltawire.reward_monitor.watch`). ``drawn`` gives
+    ``withhold`` is true are dropped on arrival (`deltawire.reward_monitor.watch`), and those whose
+    ``answers`` another group holds. ``drawn`` gives
     the position of the task of each group that could be read and was granted.
 
     Example::
@@ -204,7 +221,9 @@ class RolloutBuffer:
         readers: int | None = None,
         allocator: Allocator[BufferedGroup] | None = None,
         owed: Callable[[], OpenParts] = OpenParts,
+        answers: AnswerBook | None = None,
     ) -> None:
+        self._answers = answers
         self._allocator = allocator
         self._owed = owed
         self._guard = guard
@@ -347,7 +366,10 @@ class RolloutBuffer:
             found = read_group(self._bucket, *name, bounds=self._bounds)
         except CorruptError as error:
             return without_traceback(error)
-        return None if found is None else _Found(*found)
+        if found is None:
+            return None
+        answers = [] if self._answers is None else self._answers.read(found[0], name[1])
+        return _Found(*found, answers)
 
     def _add(self, worker: str, sequence: int, result: _Found | CorruptError) -> None:
         if isinstance(result, SignatureError):  # Not the worker's doing: it is not blamed.
@@ -371,8 +393,11 @@ class RolloutBuffer:
         if isinstance(result, RefusedGroupError):
             self._add_damaged(worker, sequence, result.message, blame=True)
             return
-        self.proven.add(worker)
         group = result.group
+        repeated = (
+            "" if self._answers is None else self._answers.claim(group, sequence, result.answers)
+        )
+        self.proven.add(worker)
         buffered = BufferedGroup(sequence, group, result.hash)
         buffered.place = self._arrive(worker, buffered.oldest if buffered.oldest >= 0 else None)
         buffered.drawn = self._drawn(buffered)
@@ -381,6 +406,8 @@ class RolloutBuffer:
             self.failed, self.failure = self.failed + 1, causes[0]
             self.failing.add(worker)
             self._dropped.append(Drop.of(buffered, "failed", causes[0]))
+        elif repeated:
+            self._dropped.append(Drop.of(buffered, "repeated", repeated))
         elif self._withhold(group, sequence):
             self._dropped.append(Drop.of(buffered, "withheld"))
         else:

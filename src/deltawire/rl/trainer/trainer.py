@@ -48,6 +48,7 @@ from deltawire.rl.control.rollout_buffer import Batch, RolloutBuffer
 from deltawire.rl.control.rollout_reader import Bounds
 from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.control.staleness import policy_of
+from deltawire.rl.control.trained_answers import TrainedAnswers
 from deltawire.rl.control.worker_guard import WorkerGuard
 from deltawire.rl.evaluate.rescoring import Rescoring
 from deltawire.rl.forecast.stop_rule import StopRule
@@ -161,6 +162,7 @@ class Trainer(Leader[StepResult]):
             drawn=self.credits.drawn,
             allocator=self.allocator,
             owed=self.credits.owed,
+            answers=TrainedAnswers(self.bucket, self.run, self.ledger),
         )
 
     def _alarm(self) -> str:

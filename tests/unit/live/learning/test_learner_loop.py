@@ -1,12 +1,14 @@
 """A learner's loop: when it may store, when it begins again, and how it ends."""
 
 import itertools
+import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 from forgotten_users import BOB
 from granted_groups import SECRET, start_with_groups
+from heartbeats import put_heartbeat
 from live_answers import LIVE, answer, config_of, put_rows, report
 
 from deltawire.config import parse_config
@@ -17,8 +19,9 @@ from deltawire.live.erasure.rebuilding import rebuild_without
 from deltawire.live.learning import learner
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LearnerLoop, run_learner
-from deltawire.live.learning.records import LiveRecords, read_lineages
+from deltawire.live.learning.records import LiveRecords
 from deltawire.rl.control.challenges import nonce_of
+from deltawire.rl.control.lineages import read_lineages
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.process import Process
@@ -57,6 +60,7 @@ def started(monkeypatch):
             lines = []
             loop = LearnerLoop(process, start_run(bucket), config, report=lines.append)
             loop.link.secret = SECRET
+            loop.owners.observe([], -1e3)  # It started long ago, and all others know of it.
             for name, value in link.items():
                 setattr(loop.link, name, value)
             return loop, lines
@@ -202,6 +206,20 @@ def test_a_learner_that_lost_its_name_stores_nothing_more(started):
     with pytest.raises(FencedError):
         loop._turn()
     assert stored(bucket) == [[1, 2, 3, 4]]
+
+
+def test_a_learner_waits_until_the_others_know_of_it_and_leaves_their_answers(started):
+    bucket = with_answers(range(1, 13))
+    loop, _ = started(bucket, config_of(), status=trainer(3))
+    loop.owners._changed_at = None
+    put_heartbeat(bucket, "other", learns=True, at=time.time())
+    put_heartbeat(bucket, "sampler", at=time.time())
+    assert loop._status().learns
+    assert not loop._turn(), "the other one does not know of it yet"
+    assert loop.owners.learners == ["live", "other"]
+    assert [loop._turn() for _ in range(2)] == [True, False]
+    assert stored(bucket) == [[2, 4, 6, 8]]
+    assert loop.maker.states["others"] == 6
 
 
 def test_errors_of_the_link_end_the_loop(started):

@@ -15,9 +15,10 @@ from deltawire.errors import InputError
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups, check_learnable
-from deltawire.live.learning.records import LiveRecords, read_lineages
+from deltawire.live.learning.records import LiveRecords
 from deltawire.live.learning.rewards import RewardRules, values_of
 from deltawire.rl.control.challenges import nonce_of
+from deltawire.rl.control.lineages import read_lineages
 from deltawire.rl.control.rollout_reader import Bounds, read_group
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.runtime.process import Process, open_run

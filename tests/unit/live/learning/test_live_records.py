@@ -5,7 +5,8 @@ from live_answers import answer, config_of, put_rows, report
 
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
-from deltawire.live.learning.records import LiveRecords, read_lineages
+from deltawire.live.learning.records import LiveRecords
+from deltawire.rl.control.lineages import read_lineages
 from deltawire.store import open_bucket
 from deltawire.testing.faulty import FaultyBucket, half
 from deltawire.wire import keys

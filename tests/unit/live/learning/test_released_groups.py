@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.scale.live_users import POLLS, poll_rolled_back
-from deltawire.live.learning.rebuilds import ReleasedGroups
+from deltawire.rl.control.released_groups import ReleasedGroups
 from deltawire.store import open_bucket
 from deltawire.sync import read_manifest
 from deltawire.testing.faulty import FaultyBucket

@@ -1,0 +1,126 @@
+"""Owners: which learner of a run may take an answer.
+
+::
+
+    heartbeats of workers ─▶ living learners, by name ─▶ owner = name number (id mod learners)
+
+Each learner reads the others' heartbeats, and owns a part of the answers by their ids, so sharing
+costs no object. Views differ for a moment when a learner comes or goes. An answer that changes its
+owner therefore waits `HANDOVER_S`, in which all learners have read the heartbeats, and its new
+owner the lineages of the former one. A learner that stood still for longer reads both first. It may
+still stop between that and its write: then two groups hold an answer, and the trainer refuses the
+one that it reads later (`deltawire.rl.control.trained_answers`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+
+from deltawire.errors import CorruptError
+from deltawire.rl.control.lineages import read_lineage
+from deltawire.runtime.fleet import Fleet
+from deltawire.store import Bucket
+from deltawire.wire import keys
+from deltawire.wire.lineage import Lineage
+
+POLL_S = 3.0
+"""Heartbeats are read so often."""
+HANDOVER_S = 15.0
+"""More than a heartbeat's period, `POLL_S`, a turn of the learner and a slow request together."""
+MOST_READ = 512
+_DIGITS = 16
+
+
+class AnswerOwners:
+    """The living learners of a run, and the answers that one of them owns.
+
+    ``learners`` are their names in order. Times are seconds of the caller's monotonic clock.
+
+    Example::
+
+        owners = AnswerOwners("live", fleet)
+        owners.poll(time.monotonic())
+        owners.owns("0f…")
+    """
+
+    def __init__(self, name: str, fleet: Fleet) -> None:
+        self.learners: list[str] = [name]
+        self._name = name
+        self._fleet = fleet
+        self._before: list[str] = []
+        """The learners before the last change; at a start nobody knows of this one yet."""
+        self._handover = True
+        self._changed_at: float | None = None
+        self._polled_at = -math.inf
+
+    def poll(self, now: float) -> None:
+        """Reads heartbeats, at most every `POLL_S`; raises `RetryError`."""
+        if now - self._polled_at >= POLL_S:
+            self._fleet.poll()
+            beats, alive = self._fleet.heartbeats, self._fleet.states
+            found = [
+                name
+                for name, one in beats.items()
+                if one.worker is not None and one.worker.learns and alive[name] == "alive"
+            ]
+            self.observe({*found}, now)
+            self._polled_at = now
+
+    def observe(self, learners: Collection[str], now: float) -> None:
+        """Takes the names of the living learners; this one is always among them."""
+        found = sorted({*learners, self._name})
+        if self._changed_at is None or found != self.learners:
+            # Of two changes in a row, only what was owned before both needs no waiting.
+            self._before = [] if self._handover else self.learners
+            self.learners, self._changed_at = found, now
+        self._handover = now - self._changed_at < HANDOVER_S
+
+    def owns(self, answer: str) -> bool:
+        """Returns whether this learner may take the answer now."""
+        number = int(answer[-_DIGITS:], 16)
+        if self.learners[number % len(self.learners)] != self._name:
+            return False
+        before = self._before
+        return not self._handover or (bool(before) and before[number % len(before)] == self._name)
+
+
+class OtherLineages:
+    """The lineages that other learners stored since the last poll.
+
+    Example::
+
+        for lineage in OtherLineages(bucket, "live").poll():
+            maker.claim(lineage)
+    """
+
+    def __init__(self, bucket: Bucket, name: str) -> None:
+        self._bucket = bucket
+        self._own = f"{keys.LIVE_LINEAGE}{name}/"
+        self._read: dict[str, str] = {}
+        self._unread: set[str] = set()
+
+    def skip(self, lineage: Lineage) -> None:
+        """Leaves out the lineages of a worker up to this one, which was read elsewhere."""
+        key = keys.live_lineage(lineage.worker, lineage.sequence)
+        place = f"{keys.LIVE_LINEAGE}{lineage.worker}/"
+        self._read[place] = max(key, self._read.get(place, ""))
+
+    def poll(self) -> Iterator[Lineage]:
+        """Yields new lineages; raises `RetryError`. One that cannot be read is read again by later
+        polls, and stops nobody: any writer could store it."""
+        places = [
+            f"{keys.LIVE_LINEAGE}{one}/" for one in self._bucket.list_prefixes(keys.LIVE_LINEAGE)
+        ]
+        for place in places:
+            if place != self._own:
+                for key in self._bucket.list(place, after=self._read.get(place)):
+                    self._unread.add(key)
+                    self._read[place] = key
+        for key in sorted(self._unread):
+            try:
+                found = read_lineage(self._bucket, key)
+            except CorruptError:
+                continue
+            self._unread.discard(key)
+            yield from found
