@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -180,6 +181,5 @@ def _drop(folder: Path) -> None:
 
 def _rank() -> int:
     """Returns this process's rank in torch's process group, 0 without one."""
-    import torch.distributed as dist
-
-    return int(dist.get_rank()) if dist.is_available() and dist.is_initialized() else 0
+    dist = sys.modules.get("torch.distributed")
+    return int(dist.get_rank()) if dist and dist.is_available() and dist.is_initialized() else 0

@@ -1,9 +1,13 @@
 """A program that ends without closing its publisher loses no version, or says which."""
 
+import json
 import logging
+import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import program_to_end
@@ -14,19 +18,58 @@ from deltawire.errors import InputError
 from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, newest_version, read_run
 
-PROGRAM = program_to_end.__file__
+WAYS = {
+    "return": 0,
+    "exit": 3,
+    "error": 1,
+    "interrupted": -signal.SIGINT,
+    "terminated": -signal.SIGTERM,
+    "fork": 0,
+}
+OF_SLIME = ("return", "error", "interrupted", "terminated")
+AWAY = "away, interrupted"
+LOST = {"_exit": 4, "own handler": 5}
 
 
-def start(url, way):
-    command = [sys.executable, PROGRAM, url, way]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+class Programs:
+    """Programs that run at the same time, each on a run of its own."""
+
+    def __init__(self, folder):
+        command = [sys.executable, program_to_end.__file__]
+        self.server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._folder, self.pids = folder, {}
+
+    def url(self, way):
+        return str(self._folder / way.replace(", ", "-"))
+
+    def _ask(self, *words):
+        self.server.stdin.write(json.dumps(words) + "\n")
+        self.server.stdin.flush()
+        return int(self.server.stdout.readline())
+
+    def start(self, way):
+        self.pids[way] = self._ask("start", self.url(way), way)
+
+    def said(self, way):
+        return Path(f"{self.url(way)}.said").read_text()
+
+    def end(self, way):
+        """Waits for the program's end; returns its status and what it wrote to stderr."""
+        if way not in self.pids:
+            self.start(way)
+        return self._ask("wait", self.pids[way]), self.said(way)
 
 
-def end(url, way):
-    """Runs the program to its end; returns its status and what it wrote to stderr."""
-    process = start(url, way)
-    _, said = process.communicate(timeout=120)
-    return process.returncode, said
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    found = Programs(tmp_path_factory.mktemp("programs"))
+    for way in [*WAYS, *LOST, "two", "daemon", AWAY, *(f"slime, {way}" for way in OF_SLIME)]:
+        found.start(way)
+    yield found
+    with found.server:  # Ends when its stdin does.
+        found.server.stdin.close()
 
 
 def newest_value(url):
@@ -35,45 +78,41 @@ def newest_value(url):
     return mirror.version, mirror.tensors["w"].view(np.float32)[0]
 
 
-@pytest.mark.parametrize(
-    ("way", "status"),
-    [
-        ("return", 0),
-        ("exit", 3),
-        ("error", 1),
-        ("interrupted", -signal.SIGINT),
-        ("terminated", -signal.SIGTERM),
-        ("fork", 0),
-    ],
-)
-def test_the_last_version_is_committed_however_the_program_ends(tmp_path, way, status):
-    url = str(tmp_path / "run")
-    found, said = end(url, way)
-    assert found == status, said
-    assert newest_value(url) == (2, 2.0)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_last_version_is_committed_however_the_program_ends(programs, way):
+    found, said = programs.end(way)
+    assert found == WAYS[way], said
+    assert newest_value(programs.url(way)) == (2, 2.0)
     assert "deltawire:" not in said
     assert ("Traceback" in said) == (way in ("error", "interrupted"))
 
 
-def test_versions_of_two_publishers_are_committed(tmp_path):
-    url = str(tmp_path / "run")
-    assert end(url, "two") == (0, "")
-    assert newest_value(url) == (2, 2.0)
-    assert newest_value(f"{url}-2") == (1, 1.0)
+@pytest.mark.parametrize("way", OF_SLIME)
+def test_what_slime_left_while_the_store_was_away_is_committed_at_the_end(programs, way):
+    found, said = programs.end(f"slime, {way}")
+    assert found == WAYS[way], said
+    assert newest_value(programs.url(f"slime, {way}")) == (2, 2.0)
+    assert "was not committed" not in said
+    assert ("Traceback" in said) == (way in ("error", "interrupted"))
 
 
-def test_a_thread_that_still_publishes_at_the_end_loses_nothing_that_it_was_told(tmp_path):
-    url = str(tmp_path / "run")
-    status, said = end(url, "daemon")
+def test_versions_of_two_publishers_are_committed(programs):
+    assert programs.end("two") == (0, "")
+    assert newest_value(programs.url("two")) == (2, 2.0)
+    assert newest_value(f"{programs.url('two')}-2") == (1, 1.0)
+
+
+def test_a_thread_that_still_publishes_at_the_end_loses_nothing_that_it_was_told(programs):
+    status, said = programs.end("daemon")
     assert status == 0, said
-    version, value = newest_value(url)
+    version, value = newest_value(programs.url("daemon"))
     assert version == value >= 2
 
 
-@pytest.mark.parametrize(("way", "status"), [("_exit", 4), ("own handler", 5)])
-def test_the_next_start_names_the_version_that_was_lost(tmp_path, caplog, way, status):
-    url = str(tmp_path / "run")
-    assert end(url, way)[0] == status
+@pytest.mark.parametrize("way", LOST)
+def test_the_next_start_names_the_version_that_was_lost(programs, caplog, way):
+    url = programs.url(way)
+    assert programs.end(way)[0] == LOST[way]
     assert newest_value(url) == (1, 1.0)
     weights = program_to_end.weights(3)
     with caplog.at_level(logging.WARNING), deltawire.open_publisher(url, weights) as publisher:
@@ -85,22 +124,24 @@ def test_the_next_start_names_the_version_that_was_lost(tmp_path, caplog, way, s
         assert caplog.text == ""
 
 
-def test_a_second_interrupt_ends_the_wait_and_names_the_version(tmp_path):
-    url = str(tmp_path / "run")
-    process = start(url, "away, interrupted")
-    for line in process.stderr:
-        if "before the process ends" in line:
-            process.send_signal(signal.SIGINT)
-            break
-    _, said = process.communicate(timeout=120)
-    assert f"version 2 of file://{tmp_path}/run was not committed: interrupted" in said
+def test_a_second_interrupt_ends_the_wait_and_names_the_version(programs):
+    way = AWAY
+    process = programs.pids[way]
+    deadline = time.monotonic() + 60
+    while "before the process ends" not in programs.said(way):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process, signal.SIGINT)
+    _, said = programs.end(way)
+    url = programs.url(way)
+    assert f"version 2 of file://{url} was not committed: interrupted" in said
     assert newest_value(url) == (1, 1.0)
 
 
 @pytest.mark.drills
 @pytest.mark.long
-def test_a_store_that_stays_away_ends_the_wait_and_the_version_is_named(tmp_path):
-    status, said = end(str(tmp_path / "run"), "away")
+def test_a_store_that_stays_away_ends_the_wait_and_the_version_is_named(programs):
+    status, said = programs.end("away")
     assert status == 1
     assert "the program's own" in said
     assert "version 2" in said
@@ -109,8 +150,8 @@ def test_a_store_that_stays_away_ends_the_wait_and_the_version_is_named(tmp_path
 
 @pytest.mark.drills
 @pytest.mark.long
-def test_a_store_that_hangs_does_not_keep_a_process_that_is_terminated(tmp_path):
-    status, said = end(str(tmp_path / "run"), "hangs, terminated")
+def test_a_store_that_hangs_does_not_keep_a_process_that_is_terminated(programs):
+    status, said = programs.end("hangs, terminated")
     assert status == -signal.SIGTERM
     assert "version 2" in said
     assert "was not committed: not within" in said
