@@ -135,9 +135,10 @@ def next_program():
                 os.dup2(told, 2)
                 return rest
             os.close(told)
-            print(child, flush=True)
+            os.write(1, f"{child}\n".encode())
         else:
-            print(os.waitstatus_to_exitcode(os.waitpid(rest[0], 0)[1]), flush=True)
+            status = os.waitstatus_to_exitcode(os.waitpid(rest[0], 0)[1])
+            os.write(1, f"{status}\n".encode())
     return None
 
 
