@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NoReturn, TextIO
 
 from deltawire import __version__
-from deltawire.cli import COMMANDS
+from deltawire.cli import COMMANDS, GROUPS
 from deltawire.cli.exit_codes import INTERRUPTED, IO_FAILED, NOT_READ
 from deltawire.display import safe_line
 from deltawire.errors import DeltawireError
@@ -35,6 +35,32 @@ class _CommandParser(argparse.ArgumentParser):
         super().error(safe_line(message))
 
 
+class _GroupedParser(_CommandParser):
+    """The parser of all commands, whose help lists them by `GROUPS`."""
+
+    def format_help(self) -> str:
+        listed = next(a for a in self._actions if isinstance(a, argparse._SubParsersAction))
+        shown = {_command_name(one.dest): one for one in listed._choices_actions}
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for title, names in GROUPS.items():
+            formatter.start_section(title)
+            formatter.add_arguments(
+                shown[one] for name in names if (one := _command_name(name)) in shown
+            )
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments(self._optionals._group_actions)
+        formatter.end_section()
+        return formatter.format_help()
+
+
+def _command_name(module: str) -> str:
+    """Returns the name of the command that a module of this package declares."""
+    return module.strip("_").replace("_", "-")
+
+
 def _sentence(text: str | None) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
@@ -44,13 +70,15 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
 
     One command's parser is built in a third of the time. A test freezes all options.
     """
-    parser = _CommandParser(
+    parser = _GroupedParser(
         prog="deltawire",
         description="Reinforcement learning of language models over an object-store bucket.",
     )
     parser.add_argument("--version", action="version", version=f"deltawire {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    names = [name for name in COMMANDS if command == name.strip("_").replace("_", "-")]
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
+    )
+    names = [name for name in COMMANDS if command == _command_name(name)]
     for name in names or COMMANDS:
         import_module(f"deltawire.cli.{name}").add_parser(commands)
     for action in commands._choices_actions:  # repeated in the command's own --help

@@ -1,5 +1,6 @@
 """Code blocks of the documents: commands parse, settings load, Python compiles and may run."""
 
+import argparse
 import ast
 import contextlib
 import importlib.util
@@ -19,6 +20,7 @@ from documents import ROOT, blocks, commands, documents
 
 from deltawire import errors
 from deltawire.cli import exit_codes
+from deltawire.cli.bench import benchmark_commands
 from deltawire.cli.main import build_parser
 from deltawire.config import RunConfig, flatten, parse_config
 from deltawire.config.machine import MachinePolicy
@@ -94,6 +96,45 @@ def test_every_command_is_one_that_exists(block):
             assert not [name for name in scripts if not (ROOT / name).is_file()]
         else:
             assert head in FOREIGN, f"{command}: neither ours nor named in FOREIGN"
+
+
+INLINE = re.compile(r"`deltawire ([a-z][^`\n]*)`")
+"""Commands that a sentence or a table shows, which may leave out arguments."""
+SIGNED_TEXTS = {"line", "sealed"}
+"""Texts of the format that begin with the project's name and are no commands."""
+
+
+def options_of(words):
+    """The command that ``words`` name, one level down where it has verbs, and its options."""
+    parser = build_parser()
+    if words[0] == "bench":
+        parser, words = argparse.ArgumentParser(), words[1:]
+        benchmark_commands().add_parsers(parser.add_subparsers())
+    for word in words:
+        listed = [a.choices for a in parser._actions if isinstance(a.choices, dict)]
+        if not listed or word.startswith("-"):
+            break
+        assert word in listed[0], f"no command {word}"
+        parser = listed[0][word]
+    return set(parser._option_string_actions)
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_every_command_in_a_sentence_exists_with_its_options(path):
+    for shown in INLINE.findall(re.sub(r"(?ms)^( *)```.*?^\1```", "", path.read_text())):
+        words = shown.split()
+        if words[0] in SIGNED_TEXTS or words == ["bench", "WHAT"]:
+            continue
+        named = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert named <= options_of(words), shown
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_every_link_to_a_file_leads_to_one(path):
+    text = re.sub(r"(?ms)^( *)```.*?^\1```|`[^`\n]*`", "", path.read_text())
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if "://" not in target and not target.startswith("mailto:"):
+            assert (path.parent / target).exists(), target
 
 
 @named(blocks("toml"))
