@@ -51,6 +51,10 @@ class RetryError(DeltawireError):
     exit_code = 75
 
 
+class ThrottledError(RetryError):
+    """The store refused the request because there were too many; nothing is wrong with it."""
+
+
 class UnreadableError(RetryError):
     """Every answer to the read of an object was damaged, or contradicted a listing: it is unknown
     whether the object is sound, and nothing was done that depends on it."""

@@ -20,7 +20,14 @@ from obstore.store import ObjectStore
 
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.store.ranges import AT_ONCE, RangeRequest, range_requests
-from deltawire.store.translation import is_panic, means_conflict, means_no_bucket, translate
+from deltawire.store.request_limit import limit_of
+from deltawire.store.translation import (
+    is_panic,
+    means_conflict,
+    means_no_bucket,
+    means_throttled,
+    translate,
+)
 from deltawire.store.worker_threads import WorkerThreads
 
 MULTIPART_BYTES = 64 << 20
@@ -73,6 +80,7 @@ class Bucket:
         self.url = url
         self.local = local
         self._deleting: ObjectStore | None = None
+        self._reading: tuple[ObjectStore, ObjectStore] | None = None
 
     @property
     def poll_s(self) -> float:
@@ -88,7 +96,8 @@ class Bucket:
         """
         with self._errors("read", key):
             try:
-                result = obstore.get(self.store, key)
+                with self._read_request() as store:
+                    result = obstore.get(store, key)
             except (exceptions.NotFoundError, FileNotFoundError) as error:
                 self._check_bucket_exists(error, key)
                 return None
@@ -130,7 +139,8 @@ class Bucket:
         touch, and read a large blob over one connection."""
 
         def read(one: RangeRequest) -> memoryview:
-            found = obstore.get_range(self.store, key, start=one.start, length=one.length)
+            with self._read_request() as store:
+                found = obstore.get_range(store, key, start=one.start, length=one.length)
             return memoryview(found)
 
         if self.local or len(requests) < 2:
@@ -298,6 +308,22 @@ class Bucket:
         """
         if means_no_bucket(error):
             raise translate(error, "read", self.url, key) from error
+
+    @contextmanager
+    def _read_request(self) -> Iterator[ObjectStore]:
+        """Waits until this process may send one more read to the store, and gives the store. Writes
+        do not wait: they are few, and readers wait for them.
+
+        The store's library repeats no read, so that the window sees each refusal.
+        """
+        if self.local:
+            yield self.store
+            return
+        if self._reading is None or self._reading[0] is not self.store:
+            self._reading = self.store, opened_again(self.store, retries=0)
+        store = self._reading[1]
+        with limit_of(self.url).request(means_throttled):
+            yield store
 
     @contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from deltawire.errors import BugError, RetryError
+from deltawire.errors import RetryError, ThrottledError
 from deltawire.store.bucket import Bucket
 from deltawire.store.delegating import DelegatingBucket, Verb
 
@@ -19,6 +19,13 @@ T = TypeVar("T")
 
 RETRIES = 5
 FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 60.0
+THROTTLED_PAUSE_S = 2.0
+"""The longest pause before a refused request is sent again. The process's window
+(`deltawire.store.request_limit`) sets the pace of all of them."""
+THROTTLED_S = 3600.0
+"""How long refusals for too many requests are waited out. A version that takes longer to arrive is
+superseded."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,9 @@ class RetryPolicy:
     would otherwise all ask again at one moment. ``sleep`` gets seconds; it may raise an error to
     give up.
 
+    A store that refuses because there are too many requests is there, and the caller's turn comes:
+    such refusals do not count as attempts until they have come for ``throttled_s``.
+
     Example::
 
         bucket = RetryingBucket(bucket, RetryPolicy(retries=10, first_pause_s=0.5))
@@ -39,20 +49,34 @@ class RetryPolicy:
     first_pause_s: float | None = None
     sleep: Callable[[float], None] = time.sleep
     rng: Callable[[], float] = random.random
+    throttled_s: float = THROTTLED_S
+    clock: Callable[[], float] = time.monotonic
 
     def run(self, operation: Callable[[], T]) -> T:
         """Calls ``operation``, and after a `RetryError` calls it again, at most ``retries``
         times.
         """
-        pause_s = FIRST_PAUSE_S if self.first_pause_s is None else self.first_pause_s
-        for attempt in range(self.retries + 1):
+        attempt = refusals = 0
+        began = self.clock()
+        while True:
             try:
                 return operation()
+            except ThrottledError:
+                if self.clock() - began > self.throttled_s:
+                    raise
+                self.sleep(self.pause_s(refusals, THROTTLED_PAUSE_S))
+                refusals += 1
             except RetryError:
                 if attempt == self.retries:
                     raise
-                self.sleep(pause_s * 2**attempt * (0.5 + self.rng()))
-        raise BugError("the retry loop ended without a result")
+                self.sleep(self.pause_s(attempt, LONGEST_PAUSE_S))
+                attempt += 1
+
+    def pause_s(self, attempt: int, longest_s: float) -> float:
+        """Returns how long to wait after the attempt of this number, which counts from 0."""
+        first_s = FIRST_PAUSE_S if self.first_pause_s is None else self.first_pause_s
+        doubled_s = first_s * 2.0 ** min(attempt, 32)
+        return min(doubled_s, max(longest_s, first_s)) * (0.5 + self.rng())
 
 
 PATIENT = RetryPolicy()

@@ -11,13 +11,15 @@ import re
 
 from obstore import exceptions
 
-from deltawire.errors import DeltawireError, InputError, RetryError
+from deltawire.errors import DeltawireError, InputError, RetryError, ThrottledError
 
 # Matches responses of S3 and compatible stores, GCS and Azure. No key of deltawire contains a "<".
 _NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
 
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})\b")
 _TRANSIENT_STATUSES = {408, 409, 429}
+_THROTTLED_STATUSES = {429, 503}
+"""*Slow down*: of S3 and Azure 503, of GCS 429."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 
@@ -64,6 +66,12 @@ def means_conflict(error: BaseException) -> bool:
     """Returns whether an error is S3's 409 to a conditional write: nothing is decided yet."""
     status = _STATUS.search(str(error))
     return status is not None and status[1] == "409"
+
+
+def means_throttled(error: BaseException) -> bool:
+    """Returns whether an error says that the store gets too many requests."""
+    status = _STATUS.search(str(error))
+    return status is not None and int(status[1]) in _THROTTLED_STATUSES
 
 
 def is_panic(error: BaseException) -> bool:
@@ -120,7 +128,8 @@ def translate(error: BaseException, verb: str, url: str, key: str) -> DeltawireE
         if status
         else "check the endpoint and the network: the store does not answer"
     )
-    return RetryError(f"cannot {verb}: {remedy}", hint=f"the client said: {said}", run=url, key=key)
+    kind = ThrottledError if status in _THROTTLED_STATUSES else RetryError
+    return kind(f"cannot {verb}: {remedy}", hint=f"the client said: {said}", run=url, key=key)
 
 
 def _first_line(text: str) -> str:

@@ -12,7 +12,7 @@ version 0 keeps its bits::
     starts dithered               x              it changes the bits with its probability
 
 The place is a hash of seed, name and index, so a restart, a replay, and any sharding find the
-same masters, and nothing is stored. See docs/ROUNDING.md for what this changes.
+same masters, and nothing is stored.
 """
 
 from __future__ import annotations

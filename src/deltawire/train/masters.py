@@ -173,7 +173,7 @@ class MasterWeights:
     @torch.no_grad()
     def dither(self) -> None:
         """Places masters that hold published values at random in their rounding intervals, if the
-        configuration says so. What is published does not change."""
+        configuration says so. The published bits do not change."""
         for name, master in self._masters.items():
             self._dither(name, local_part(master))
 

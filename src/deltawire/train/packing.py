@@ -29,7 +29,7 @@ from transformers import AttentionInterface
 PACKED = "deltawire_packed"
 """The name under which transformers finds `attend`."""
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
-"""What this torch's variable-length attention takes: torch 2.10 has it, ``scale`` and
+"""Parameters of this torch's variable-length attention: torch 2.10 has it, ``scale`` and
 ``window_size`` came with 2.11, ``enable_gqa`` with 2.12."""
 PAIRS_PER_TOKEN = 6144
 """Pairs of query and key that cost as much as a token's other arithmetic: 6 · hidden, from 24 ·

@@ -7,7 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
+from deltawire.errors import (
+    CorruptError,
+    DeltawireError,
+    InputError,
+    RetryError,
+    ThrottledError,
+)
 from deltawire.store import Bucket, check_create_if_absent, open_bucket
 from deltawire.store.aws_profile import read_profile
 from deltawire.testing.proxy import FaultyProxy
@@ -139,9 +145,9 @@ def opened(server, endpoint):
         (405, InputError),
         (413, InputError),
         (500, RetryError),
-        (503, RetryError),
+        (503, ThrottledError),
         (408, RetryError),
-        (429, RetryError),
+        (429, ThrottledError),
     ],
 )
 def test_errors_by_status(s3_server, answering, verb, status, kind):

@@ -87,7 +87,7 @@ class Bounds:
 
     @property
     def limits(self) -> GroupLimits:
-        """What a group may declare: checked before it is decoded."""
+        """Bounds of a group's declared sizes, checked before it is decoded."""
         parts = min(self.episodes * self.turns, MAX_TRAJECTORIES)
         turns = self.episodes * self.turns if self.budgets else 0
         return GroupLimits(
@@ -205,7 +205,7 @@ def _read(
             refused[found] = without_traceback(error)
             if attempt == READS - 1:
                 raise
-            del data  # Or it would take memory beside the next answer.
+            del data  # Or it would take memory next to the following answer.
     return None
 
 

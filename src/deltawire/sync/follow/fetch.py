@@ -264,6 +264,36 @@ def read_for(
     return read_payload(bucket, run, step, ref, None if whole else ranges)
 
 
+Decoded = dict[tuple[int, int], tuple[PiecePatch, Digest]]
+"""Decoded pieces, and what each adds to the digest, by blob and offset."""
+
+
+class KeptPieces:
+    """Keeps decoded pieces of one step, so that a reader whose store stops to answer fetches only
+    the rest when it tries again.
+
+    Example::
+
+        kept = KeptPieces()
+        decode_delta(bucket, run, step, ref, mirror, kept=kept)  # RetryError
+        decode_delta(bucket, run, step, ref, mirror, kept=kept)  # goes on
+    """
+
+    def __init__(self) -> None:
+        self._step: object = None
+        self._pieces: Decoded = {}
+
+    def of(self, step: Manifest | CompactedDelta) -> Decoded:
+        """Returns the pieces of ``step`` by blob and offset; forgets those of any other step."""
+        if self._step != step:
+            self._step, self._pieces = step, {}
+        return self._pieces
+
+    def clear(self) -> None:
+        """Forgets all pieces."""
+        self._step, self._pieces = None, {}
+
+
 def decode_delta(
     bucket: Bucket,
     run: Run,
@@ -273,32 +303,36 @@ def decode_delta(
     *,
     threads: int | None = None,
     cache: BlobCache | None = None,
+    kept: KeptPieces | None = None,
 ) -> tuple[list[PiecePatch], Digest]:
     """Returns the patches from the mirror's version to the step's, and the digest of what the
     mirror then holds.
 
-    Changes nothing. ``cache`` is as for `fetch_pieces`. Raises `CorruptError` if a blob is missing
-    or damaged, or if the result would not match the manifest.
+    Changes nothing. ``cache`` is as for `fetch_pieces`. ``kept`` has what an earlier call decoded
+    before the store stopped to answer, and gets what this one decodes. Raises `CorruptError` if a
+    blob is missing or damaged, or if the result would not match the manifest.
     """
     check_base(bucket, step, mirror)
     payload = read_for(bucket, run, step, ref, mirror)
     count = threads_of(threads)
     shared = cache if cache is not None and cache.takes(ref.bytes) else None
-    patches: list[PiecePatch] = []
-    held = mirror.held_digest
+    done = KeptPieces().of(step) if kept is None else kept.of(step)
 
-    def decode(item: tuple[Piece, memoryview]) -> tuple[PiecePatch, Digest]:
-        return decode_piece(bucket, run, step.version, mirror, *item)
+    def decode(item: tuple[Piece, memoryview]) -> tuple[Piece, PiecePatch, Digest]:
+        return item[0], *decode_piece(bucket, run, step.version, mirror, *item)
 
     with WorkerThreads(count, thread_name_prefix="decoder") as pool:
         pieces = wanted_pieces(run, payload, mirror)
-        for batch in fetch_pieces(bucket, payload, pieces, version=step.version, cache=shared):
-            for patch, change in in_batches(
+        left = [piece for piece in pieces if (piece.blob, piece.offset) not in done]
+        for batch in fetch_pieces(bucket, payload, left, version=step.version, cache=shared):
+            for piece, patch, change in in_batches(
                 pool, decode, batch, elements=_elements_of, ahead=2 * count
             ):
-                patches.append(patch)
-                held += change
-    return [patch for patch in patches if len(patch.positions)], held
+                done[piece.blob, piece.offset] = patch, change
+    held = mirror.held_digest
+    for _, change in done.values():
+        held += change
+    return [patch for patch, _ in done.values() if len(patch.positions)], held
 
 
 def decode_piece(

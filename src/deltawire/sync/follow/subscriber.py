@@ -17,7 +17,7 @@ from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge
 from deltawire.sync.chain.version_poller import VersionPoller, newest_readable
 from deltawire.sync.follow.blob_cache import BlobCache, configured_cache
-from deltawire.sync.follow.fetch import decode_delta
+from deltawire.sync.follow.fetch import KeptPieces, decode_delta
 from deltawire.sync.follow.load import (
     MAX_REPLANS,
     differences,
@@ -103,6 +103,7 @@ class Subscriber:
         self._finder: RouteFinder | None = None
         self._edges: tuple[Edge, ...] = ()
         self._failing: Edge | None = None
+        self._kept = KeptPieces()
 
     @property
     def pause_s(self) -> float:
@@ -147,6 +148,7 @@ class Subscriber:
                 count, update = self._cross(finder, edges, started)
             except CorruptError as error:
                 self._ban(finder, error)
+                self._kept.clear()
                 self._edges = ()
                 continue
             self._finder, self._edges = finder, edges[count:]
@@ -381,8 +383,9 @@ class Subscriber:
         else:
             pieces, held = decode_delta(
                 self._blobs, self.run, step, payload, self.mirror,
-                threads=self._threads, cache=self._cache,
+                threads=self._threads, cache=self._cache, kept=self._kept,
             )  # fmt: skip
+        self._kept.clear()
         return 1, self._update(step.version, step.digest, pieces, held, edge.bytes, started)
 
     def _detour(self, edges: tuple[Edge, ...], started: float) -> tuple[int, Update]:
