@@ -6,8 +6,8 @@ int32, loss mask uint8, with one entry per token.
 An episode whose context was rebuilt while it ran, for example by a summary, is several trajectories
 with one episode number: each has the prompt that the model actually read.
 
-A group is refused at the least cost. Its arrays are read where they lie in the object. What it
-declares (how many trajectories, tokens, bytes of routes, turns of thinking) is compared with
+A group is refused at the least cost. Its arrays are read where they lie in the object. Its
+declared sizes (trajectories, tokens, bytes of routes, turns of thinking) are compared with
 `GroupLimits` before a list is made of it or a value is read. Arrays are copied last, once nothing
 can refuse the group any more.
 """
