@@ -32,14 +32,14 @@ KEYS: Final[dict[str, Key]] = {
     "attack_shift": Key(
         "bandit", "<=", 0.1, "share of the honest gain that 2 % liars and a cohort take, limits on"
     ),
-    "false_promotion_rate": Key(
-        "canary", "<=", 0.05, "simulated canaries that promote a drop equal to the margin"
+    "false_promotion_worst": Key(
+        "canary", "<=", 0.05, "canaries that promote a drop equal to the margin, worst of 8 worlds"
     ),
-    "false_rollback_rate": Key(
-        "canary", "<=", 0.05, "simulated canaries that roll back an equal candidate"
+    "false_rollback_worst": Key(
+        "canary", "<=", 0.05, "canaries that roll back an equal candidate, worst of 8 worlds"
     ),
-    "good_promotion_rate": Key(
-        "canary", ">=", 0.8, "candidates 5 points better promoted within the planned answers"
+    "good_promotion_worst": Key(
+        "canary", ">=", 0.9, "5 points better, promoted within 20,000 outcomes, worst of 8 worlds"
     ),
     "regression_found_after": Key(
         "canary", "<=", 1.0, "answers until a 5-point drop is rolled back over a fixed test's"

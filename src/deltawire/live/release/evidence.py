@@ -19,15 +19,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
 from deltawire.live.release.outcomes import METRIC, SettledAnswer
 from deltawire.live.release.sequential_tests import (
-    ArmDifference,
+    ArrivalDifference,
     AssignmentShare,
-    grouped_outcomes,
     log_threshold,
-    payoffs,
 )
 from deltawire.wire.decisions import CANDIDATE
 
@@ -65,7 +65,7 @@ def error_budget(release: ReleaseConfig) -> ErrorBudget:
 
 @dataclass(frozen=True)
 class DifferenceFinding:
-    """One test: the mean difference of the payoffs so far, candidate less serving, and the log of
+    """One test: the mean difference so far, candidate less serving, and the log of
     the evidence against its null hypothesis, which rejects from ``log_threshold`` on."""
 
     difference: float
@@ -165,17 +165,16 @@ class Evidence:
 
 
 class _StageOutcomes:
-    """The outcomes at one share: how many, and those that do not fill a payoff yet."""
+    """The outcomes at one share: how many of each arm, and how many of them of new users."""
 
     def __init__(self) -> None:
         self.counts = [0, 0]
         self.first = [0, 0]
-        self.waiting: tuple[list[SettledAnswer], list[SettledAnswer]] = ([], [])
 
 
 class CanaryTests:
-    """The tests of one canary. Outcomes are added in the order in which they settled; only those
-    that wait for a payoff are kept.
+    """The tests of one canary. Outcomes are added in the order in which their users asked, and none
+    is kept.
 
     Example::
 
@@ -187,42 +186,40 @@ class CanaryTests:
     def __init__(self, release: ReleaseConfig, heldout: HeldoutAccuracy | None = None) -> None:
         self._budget = error_budget(release)
         self._heldout = heldout
-        self._gap: ArmDifference | None = None
+        self._gap: ArrivalDifference | None = None
         if heldout is not None and heldout.gain > release.gap:
             # Its null hypothesis: the live difference is at least the held-out gain less the gap.
-            self._gap = ArmDifference(tolerance=release.gap - heldout.gain, sign=-1)
+            self._gap = ArrivalDifference(tolerance=release.gap - heldout.gain, sign=-1)
         self._totals = [0.0, 0.0]
         self._stages = {share: _StageOutcomes() for share in release.stages}
-        self._metric = ArmDifference(tolerance=-release.margin)
-        self._worse = ArmDifference(tolerance=0.0, sign=-1)
+        self._metric = ArrivalDifference(tolerance=-release.margin)
+        self._worse = ArrivalDifference(tolerance=0.0, sign=-1)
         self._guardrails = {
-            str(name): ArmDifference(tolerance=most) for name, most in release.guardrails.items()
+            str(name): ArrivalDifference(tolerance=most)
+            for name, most in release.guardrails.items()
         }
 
     def add(self, outcomes: Iterable[SettledAnswer]) -> None:
         """Adds outcomes; those at a share that is no stage's are left out."""
+        counted = []
         for outcome in outcomes:
             for share, stage in self._stages.items():
                 if abs(share - outcome.share) < SAME_SHARE:
                     arm = int(outcome.arm != CANDIDATE)
                     stage.counts[arm] += 1
                     stage.first[arm] += outcome.first
-                    stage.waiting[arm].append(outcome)
                     self._totals[arm] += outcome.values[METRIC]
+                    counted.append(outcome)
+        if not counted:
+            return
+        candidate = np.array([float(one.arm == CANDIDATE) for one in counted])
+        shares = np.array([one.share for one in counted])
         watched = {METRIC: [self._metric, self._worse, *([self._gap] if self._gap else [])]}
         watched |= {name: [test] for name, test in self._guardrails.items()}
-        for share, stage in self._stages.items():
-            sizes, (mine, theirs) = grouped_outcomes(share), stage.waiting
-            count = min(len(mine) // sizes[0], len(theirs) // sizes[1])
-            if not count:
-                continue
-            for name, tests in watched.items():
-                differences = payoffs(
-                    [one.values[name] for one in mine], [one.values[name] for one in theirs], share
-                )
-                for test in tests:
-                    test.add(differences)
-            del mine[: count * sizes[0]], theirs[: count * sizes[1]]
+        for name, tests in watched.items():
+            values = np.array([one.values[name] for one in counted])
+            for test in tests:
+                test.add(candidate, values, shares)
 
     def evidence(self) -> Evidence:
         """Returns what the outcomes so far say."""
@@ -252,7 +249,7 @@ class CanaryTests:
         if self._heldout is None or not all(seen):
             return None
         live, threshold = self._live(), log_threshold(self._budget.sample_ratio)
-        finding = DifferenceFinding(self._metric.mean, 0.0, threshold)
+        finding = DifferenceFinding(float(self._metric.mean), 0.0, threshold)
         if self._gap is not None:
             finding = _finding(self._gap, self._budget.sample_ratio)
         return SimulationGap(
@@ -260,8 +257,9 @@ class CanaryTests:
         )
 
 
-def _finding(test: ArmDifference, error_rate: float) -> DifferenceFinding:
-    return DifferenceFinding(test.mean, test.log_evidence, log_threshold(error_rate))
+def _finding(test: ArrivalDifference, error_rate: float) -> DifferenceFinding:
+    evidence = float(test.log_evidence)
+    return DifferenceFinding(float(test.mean), evidence, log_threshold(error_rate))
 
 
 def planned_answers(

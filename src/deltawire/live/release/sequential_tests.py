@@ -5,21 +5,29 @@ supermartingale that begins at 1, so the probability that it ever reaches 1/α i
 inequality), however often it is looked at. Source: Waudby-Smith and Ramdas 2024, "Estimating means
 of bounded random variables by betting".
 
-`ArmDifference` compares means of outcomes in [0, 1]. An arm with the smaller share of users gives
-one outcome to each payoff, the other arm the mean of as many as it has more users:
+`ArrivalDifference` compares the arms of a canary. Each unit, a user or an answer, has one payoff,
+in the order in which the units asked:
 
-    D = y − mean(y′₁ … y′ᵣ),    wealth(λ) ← wealth(λ) · (1 + λ (D − d₀)),
+    D = ((1 − s) z − s (1 − z)) (y − m),    wealth(λ) ← wealth(λ) · (1 + λ (D − s (1 − s) δ)),
 
-with a null hypothesis E[D] ≤ d₀ and bets 0 < λ < 1 / (1 + d₀), which keep wealth positive. The test
-holds all bets of a grid in equal parts, since the best one depends on the unknown difference.
+where z is 1 if the unit was assigned to the candidate, which happened with the known probability s,
+y in [0, 1] is its outcome and m the mean of earlier outcomes of both arms. Whatever the level of
+all outcomes does meanwhile, E[D | past] = s (1 − s) (E[y | z = 1] − E[y | z = 0]), so under the
+null hypothesis, a difference of at most δ at each time, no factor has a mean above 1. Only the
+assignment must be random; outcomes may drift, jump and depend on earlier ones. Bets λ keep each
+factor positive.
+
+`ArmDifference` compares pairs, of a shadow or of a gate: D = y − y′ of two answers to one request.
 `AssignmentShare` tests whether users were assigned as they should have been, by a Beta mixture
 (Lindon and Malek 2022, "Anytime-valid inference for multinomial count data").
+
+All tests hold the bets of a grid in equal parts, since the best one depends on the unknown
+difference.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -28,11 +36,14 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 BETS: Final = 12
-"""Bets of the grid, from `SMALLEST_BET` to `LARGEST_BET` of the largest possible one."""
+"""Bets of each grid."""
 SMALLEST_BET: Final = 0.02
 LARGEST_BET: Final = 0.9
-MAX_GROUPED: Final = 1 << 10
-"""Outcomes of the larger arm that one payoff averages, at most."""
+"""The largest bet, as a share of the one that could lose everything."""
+ARRIVAL_BETS: Final[Array] = np.geomspace(SMALLEST_BET, 4.0, BETS)
+"""The bets on arms: the best one is about (difference − δ) / (variance of an outcome)."""
+BLOCK: Final = 128
+"""Factors that are multiplied before their logarithm is taken: too few to overflow."""
 
 
 def bets_of(tolerance: float) -> Array:
@@ -41,38 +52,84 @@ def bets_of(tolerance: float) -> Array:
     return grid
 
 
-def grouped_outcomes(share: float) -> tuple[int, int]:
-    """Returns how many outcomes of the candidate and of the serving arm one payoff takes, where the
-    candidate has this ``share`` of users."""
-    if not 0 < share < 1:
-        raise ValueError(f"the share {share} gives one arm no users")
-    other = (1 - share) / share
-    if other >= 1:
-        return 1, min(max(round(other), 1), MAX_GROUPED)
-    return min(max(round(1 / other), 1), MAX_GROUPED), 1
+class ArrivalDifference:
+    """Evidence that the candidate's outcomes exceed the serving version's by more than
+    ``tolerance`` (``sign`` 1), or fall below them by more (``sign`` −1).
 
+    ``shape`` is that of independent canaries that are tested at once, in simulations.
 
-def payoffs(candidate: Sequence[float], serving: Sequence[float], share: float) -> Array:
-    """Returns the differences D of two arms' outcomes, in the order of arrival; outcomes that do
-    not fill a group wait for the next call."""
-    one, other = grouped_outcomes(share)
-    count = min(len(candidate) // one, len(serving) // other)
-    mine = np.asarray(candidate[: count * one], float).reshape(count, one).mean(axis=1)
-    theirs = np.asarray(serving[: count * other], float).reshape(count, other).mean(axis=1)
-    differences: Array = mine - theirs
-    return differences
+    Example::
+
+        test = ArrivalDifference(tolerance=-0.02)
+        test.add(candidate, outcomes, shares)
+        test.log_evidence >= math.log(1 / 0.05)
+    """
+
+    def __init__(self, *, tolerance: float, sign: int = 1, shape: tuple[int, ...] = ()) -> None:
+        self.tolerance = tolerance
+        self.sign = sign
+        self.log_wealth = np.zeros((*shape, BETS))
+        self._count = 0
+        self._total = np.zeros(shape)
+        self._weights = np.zeros((2, *shape))
+        self._sums = np.zeros((2, *shape))
+
+    def add(self, candidate: Array, outcomes: Array, shares: Array) -> Array:
+        """Adds units ``[..., units]`` in the order in which they asked: 1 for those of the
+        ``candidate``, their outcomes in [0, 1], and the candidate's share when they were assigned.
+        Returns the log of the evidence after each of them."""
+        units = outcomes.shape[-1]
+        shares = np.broadcast_to(shares, outcomes.shape)
+        before = np.cumsum(outcomes, axis=-1) - outcomes + self._total[..., None]
+        means = (0.5 + before) / (1 + self._count + np.arange(units))
+        self._total = self._total + outcomes.sum(axis=-1)
+        self._count += units
+        mine, theirs = (1 - shares) * candidate, shares * (1 - candidate)
+        for place, weights in enumerate((mine, theirs)):
+            self._weights[place] += weights.sum(axis=-1)
+            self._sums[place] += (weights * outcomes).sum(axis=-1)
+        expected = shares * (1 - shares) * self.tolerance
+        gains = self.sign * (mine - theirs) * (outcomes - means) - expected
+        near, far = (means, 1 - means) if self.sign > 0 else (1 - means, means)
+        # The largest loss that this unit can cause, known before its arm and its outcome are.
+        losses = np.maximum((1 - shares) * near, shares * far) + expected
+        most = LARGEST_BET / np.maximum(losses, 1e-9)
+        path = np.empty(outcomes.shape)
+        for begin in range(0, units, BLOCK):
+            block = slice(begin, begin + BLOCK)
+            bets = np.minimum(ARRIVAL_BETS[:, None], most[..., None, block])
+            factors = np.cumprod(1 + bets * gains[..., None, block], axis=-1)
+            top = self.log_wealth.max(axis=-1, keepdims=True)
+            held = np.exp(self.log_wealth - top)
+            path[..., block] = top + np.log((held[..., None] * factors).mean(axis=-2))
+            self.log_wealth += np.log(factors[..., -1])
+        return path
+
+    @property
+    def mean(self) -> Array:
+        """The difference of the arms' means, candidate less serving. Units weigh as much as in the
+        payoffs, so that both arms count each time alike; 0 before both have outcomes."""
+        seen = (self._weights > 0).all(axis=0)
+        means = self._sums / np.where(self._weights > 0, self._weights, 1)
+        return np.where(seen, means[0] - means[1], 0.0)
+
+    @property
+    def log_evidence(self) -> Array:
+        """The logarithm of the wealth: a test at error rate α rejects from log(1/α) on."""
+        found: Array = np.logaddexp.reduce(self.log_wealth, axis=-1) - math.log(BETS)
+        return found
 
 
 class ArmDifference:
-    """Evidence that one arm's mean exceeds the other's by more than ``tolerance`` (−1 to 1).
+    """Evidence that the mean difference of pairs is larger than ``tolerance`` (``sign`` 1), or that
+    the mean of its negative is (``sign`` −1).
 
-    With ``sign`` −1 the serving arm's mean is tested against the candidate's. Payoffs of several
-    stages, each with its share, may follow each other. ``log_wealth`` has one entry for each bet.
+    ``mean`` is the mean difference so far. ``log_wealth`` has one entry for each bet.
 
     Example::
 
         test = ArmDifference(tolerance=-0.02)
-        test.add(payoffs(candidate, serving, share=0.25))
+        test.add(candidate - serving)
         test.log_evidence >= math.log(1 / 0.05)
     """
 

@@ -8,13 +8,14 @@ import pytest
 from deltawire.config.release import DEFAULT_GUARDRAILS, ReleaseConfig
 from deltawire.live.release.evidence import error_budget
 from deltawire.live.release.sequential_tests import (
+    ARRIVAL_BETS,
+    LARGEST_BET,
     ArmDifference,
+    ArrivalDifference,
     AssignmentShare,
     bets_of,
-    grouped_outcomes,
     log_evidence_path,
     log_threshold,
-    payoffs,
 )
 
 
@@ -29,10 +30,9 @@ def naive_log_evidence(differences, tolerance, sign):
 
 @pytest.mark.parametrize("tolerance", [-0.1, 0.0, 0.3])
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.8])
-def test_wealth_is_that_of_naive_bettors(tolerance, sign, share):
+def test_wealth_is_that_of_naive_bettors(tolerance, sign):
     rng = np.random.default_rng(0)
-    differences = payoffs(rng.random(100), rng.random(400), share)
+    differences = rng.random(100) - rng.random(100)
     test = ArmDifference(tolerance=tolerance, sign=sign)
     test.add(differences[:7])
     test.add(differences[7:7])
@@ -45,13 +45,50 @@ def test_wealth_is_that_of_naive_bettors(tolerance, sign, share):
     assert path[6] == pytest.approx(naive_log_evidence(differences[:7], tolerance, sign), abs=1e-4)
 
 
-def test_payoffs_compare_one_with_as_many_as_the_shares_say():
-    assert grouped_outcomes(0.01) == (1, 99)
-    assert grouped_outcomes(0.5) == (1, 1)
-    assert grouped_outcomes(0.75) == (3, 1)
-    assert payoffs([1, 0, 1], [1, 0, 0, 1, 1, 1, 0], 0.25).tolist() == pytest.approx([2 / 3, -1])
-    with pytest.raises(ValueError, match="gives one arm no users"):
-        grouped_outcomes(1.0)
+def naive_arrivals(candidate, outcomes, shares, tolerance, sign):
+    """One unit after the other, from the definition of the payoff."""
+    wealth, seen, path = [1.0] * len(ARRIVAL_BETS), [], []
+    for z, y, s in zip(candidate, outcomes, shares, strict=True):
+        m = (0.5 + sum(seen)) / (1 + len(seen))
+
+        def gain(z, y, s=s, m=m):
+            return sign * ((1 - s) * z - s * (1 - z)) * (y - m) - s * (1 - s) * tolerance
+
+        worst = -min(gain(one, end) for one in (0, 1) for end in (0, 1))
+        for place, bet in enumerate(ARRIVAL_BETS):
+            wealth[place] *= 1 + min(bet, LARGEST_BET / max(worst, 1e-9)) * gain(z, y)
+        seen.append(y)
+        path.append(math.log(sum(wealth) / len(wealth)))
+    return path
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, 0.0, 0.3])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_wealth_of_arms_is_that_of_naive_bettors(tolerance, sign):
+    rng = np.random.default_rng(4)
+    shares = np.repeat([0.01, 0.25, 0.8], 100)
+    candidate = (rng.random(300) < shares).astype(float)
+    outcomes = rng.random(300) ** 3
+    expected = naive_arrivals(candidate, outcomes, shares, tolerance, sign)
+    test, parts = ArrivalDifference(tolerance=tolerance, sign=sign), []
+    for part in (slice(0, 7), slice(7, 7), slice(7, 290), slice(290, 300)):
+        parts += test.add(candidate[part], outcomes[part], shares[part]).tolist()
+    assert parts == pytest.approx(expected)
+    assert test.log_evidence == pytest.approx(expected[-1])
+    many = ArrivalDifference(tolerance=tolerance, sign=sign, shape=(2,))
+    twice = many.add(np.tile(candidate, (2, 1)), np.tile(outcomes, (2, 1)), shares)
+    assert twice[1] == pytest.approx(expected)
+
+
+def test_the_difference_of_arms_counts_each_time_alike():
+    """The level falls when the share grows: pooled means would show a difference of 0.27."""
+    shares = np.repeat([0.1, 0.5], 1000)
+    candidate = np.concatenate([np.arange(1000) % 10 == 0, np.arange(1000) % 2 == 0]).astype(float)
+    outcomes = np.repeat([0.9, 0.3], 1000)
+    test = ArrivalDifference(tolerance=0.0)
+    test.add(candidate, outcomes, shares)
+    assert test.mean == pytest.approx(0.0, abs=1e-9)
+    assert ArrivalDifference(tolerance=0.0).mean == 0.0
 
 
 @pytest.mark.parametrize("worst", [-1.0, 1.0])
@@ -61,6 +98,11 @@ def test_the_worst_outcomes_leave_wealth_positive(worst, tolerance):
         test = ArmDifference(tolerance=tolerance, sign=sign)
         test.add(np.full(100, worst))
         assert math.isfinite(test.log_evidence)
+        arms = ArrivalDifference(tolerance=tolerance, sign=sign)
+        for share in (0.01, 0.5, 0.99):
+            for arm in (0.0, 1.0):
+                arms.add(np.full(500, arm), np.full(500, (worst + 1) / 2), np.array(share))
+        assert math.isfinite(arms.log_evidence)
 
 
 @pytest.mark.parametrize("tolerance", [-0.02, 0.05])

@@ -1,0 +1,38 @@
+"""Canaries in worlds that drift: the error rates hold, and pairing by rank breaks them."""
+
+import numpy as np
+import pytest
+
+from benchmarks.live.canary import WORLDS, simulate
+from deltawire.config.release import ReleaseConfig
+from deltawire.live.release.sequential_tests import log_evidence_path, log_threshold
+
+RELEASE = ReleaseConfig(stages=[0.1, 0.5], guardrails={})
+CANARIES = 100
+MOST = 12
+"""Of 100 canaries, 0.05 and more than 3 standard deviations."""
+
+
+@pytest.mark.parametrize("world", list(WORLDS))
+def test_error_rates_hold_in_every_world(world):
+    facts = {"world": world, "canaries": CANARIES, "count": 4000}
+    bad = simulate(RELEASE, -RELEASE.margin, seed=1, **facts)
+    same = simulate(RELEASE, 0.0, seed=2, **facts)
+    assert bad.promoted.sum() <= MOST
+    assert same.rolled_back.sum() <= MOST
+
+
+def test_pairing_outcomes_by_rank_breaks_them():
+    """The guard is off: the k-th outcome of one arm is paired with those of the other of the same
+    rank, so that a level that changes looks like a difference."""
+    rng = np.random.default_rng(3)
+    level = WORLDS["sites"](rng, 100, 8000)
+    rejected = 0
+    for one in level:
+        mine = rng.random(8000) < 0.1
+        drawn = (rng.random(8000) < one).astype(float)
+        theirs = drawn[~mine]
+        count = min(int(mine.sum()), len(theirs) // 9)
+        paired = drawn[mine][:count] - theirs[: 9 * count].reshape(count, 9).mean(axis=1)
+        rejected += log_evidence_path(paired, tolerance=0.0, sign=-1).max() >= log_threshold(0.05)
+    assert rejected > MOST
