@@ -18,7 +18,7 @@ from itertools import count
 import msgspec
 
 from deltawire.store.parallel import REQUESTS
-from deltawire.store.request_limit import MOST, RequestWindow
+from deltawire.store.request_limit import RequestWindow
 from deltawire.store.retrying import THROTTLED_PAUSE_S, RetryPolicy
 
 
@@ -37,7 +37,7 @@ class StormFigures(msgspec.Struct, frozen=True, kw_only=True):
         return self.last_s / self.needed_s
 
 
-def simulate_storm(  # noqa: PLR0915 - one loop over one state
+def simulate_storm(
     *,
     needed_s: float,
     readers: int = 16,
@@ -52,67 +52,112 @@ def simulate_storm(  # noqa: PLR0915 - one loop over one state
     Without ``adaptive`` each reader has `REQUESTS` under way whatever the store says, but pauses
     and never gives up. Ends after ``limit_s`` at the latest, with infinity as ``last_s``.
     """
-    rng = random.Random(seed)
-    policy = RetryPolicy(rng=rng.random)
-    rate = readers * blobs / needed_s
-    tokens, filled_at, attempts = rate, 0.0, 0
-    windows = [RequestWindow() for _ in range(readers)]
-    if not adaptive:
-        for window in windows:
-            window.size = MOST
-    under_way = [0] * readers
-    left = [blobs] * readers  # not yet begun
-    missing = [blobs] * readers
-    waiting: list[list[int]] = [[] for _ in range(readers)]  # refused so often, ready again
-    order = count()
-    # (time, order, kind, reader, attempt, began)
-    events: list[tuple[float, int, str, int, int, float]] = []
-
-    def push(at: float, kind: str, reader: int, attempt: int = 0, began: float = 0.0) -> None:
-        heapq.heappush(events, (at, next(order), kind, reader, attempt, began))
-
-    def begin(reader: int, now: float) -> None:
-        nonlocal tokens, filled_at, attempts
-        while (waiting[reader] or left[reader]) and under_way[reader] < REQUESTS:
-            opens = windows[reader].opens_at(under_way[reader]) if adaptive else now
-            if opens > now:
-                if opens != float("inf"):
-                    push(opens, "room", reader)
-                return
-            if waiting[reader]:
-                attempt = waiting[reader].pop()
-            else:
-                attempt, left[reader] = 0, left[reader] - 1
-            under_way[reader] += 1
-            attempts += 1
-            tokens, filled_at = min(tokens + rate * (now - filled_at), rate), now
-            taken = tokens >= 1
-            tokens -= taken
-            after = latency_s * (0.75 + 0.5 * rng.random())
-            push(now + after, "answer" if taken else "refusal", reader, attempt, now)
-
-    for reader in range(readers):
-        push(rng.random() * 0.1, "room", reader)
-    now = 0.0
-    while events and any(missing):
-        now, _, kind, reader, attempt, began = heapq.heappop(events)
-        if now > limit_s:
-            now = float("inf")
-            break
-        if kind == "answer":
-            under_way[reader] -= 1
-            missing[reader] -= 1
-            windows[reader].answered(began, now)
-        elif kind == "refusal":
-            under_way[reader] -= 1
-            windows[reader].refused(began, now)
-            push(now + policy.pause_s(attempt, THROTTLED_PAUSE_S), "again", reader, attempt + 1)
-        elif kind == "again":
-            waiting[reader].append(attempt)
-        begin(reader, now)
+    storm = _Storm(
+        readers=readers,
+        blobs=blobs,
+        rate=readers * blobs / needed_s,
+        latency_s=latency_s,
+        adaptive=adaptive,
+        rng=random.Random(seed),
+    )
     return StormFigures(
         readers=readers,
         needed_s=needed_s,
-        last_s=now,
-        attempts=attempts / (readers * blobs),
+        last_s=storm.run(limit_s),
+        attempts=storm.attempts / (readers * blobs),
     )
+
+
+class _Reader:
+    """One process: its window, and what it has still to fetch."""
+
+    def __init__(self, blobs: int) -> None:
+        self.window = RequestWindow()
+        self.under_way = 0
+        self.unasked = self.missing = blobs
+        self.refused: list[int] = []
+        """Blobs that may be asked for again: how often each was refused."""
+
+
+class _Storm:
+    """The readers, the store's tokens, and the events to come: when, an order for equal times,
+    what, whose, how often the blob was refused, and when the request began."""
+
+    def __init__(
+        self,
+        *,
+        readers: int,
+        blobs: int,
+        rate: float,
+        latency_s: float,
+        adaptive: bool,
+        rng: random.Random,
+    ) -> None:
+        self.attempts = 0
+        self._readers = [_Reader(blobs) for _ in range(readers)]
+        self._rate = self._tokens = rate
+        self._filled_at = 0.0
+        self._latency_s, self._adaptive, self._rng = latency_s, adaptive, rng
+        self._policy = RetryPolicy(rng=rng.random)
+        self._order = count()
+        self._events: list[tuple[float, int, str, int, int, float]] = []
+
+    def run(self, limit_s: float) -> float:
+        """Returns when the last reader has everything; infinity after ``limit_s``."""
+        for number in range(len(self._readers)):
+            self._push(self._rng.random() * 0.1, "room", number)
+        now = 0.0
+        while any(reader.missing for reader in self._readers):
+            now, _, kind, number, refusals, began = heapq.heappop(self._events)
+            if now > limit_s:
+                return float("inf")
+            self._handle(now, kind, number, refusals, began)
+            self._begin(number, now)
+        return now
+
+    def _push(
+        self, at: float, kind: str, number: int, refusals: int = 0, began: float = 0.0
+    ) -> None:
+        heapq.heappush(self._events, (at, next(self._order), kind, number, refusals, began))
+
+    def _handle(self, now: float, kind: str, number: int, refusals: int, began: float) -> None:
+        reader = self._readers[number]
+        if kind == "answer":
+            reader.under_way -= 1
+            reader.missing -= 1
+            reader.window.answered(began, now)
+        elif kind == "refusal":
+            reader.under_way -= 1
+            reader.window.refused(began, now)
+            pause_s = self._policy.pause_s(refusals, THROTTLED_PAUSE_S)
+            self._push(now + pause_s, "again", number, refusals + 1)
+        elif kind == "again":
+            reader.refused.append(refusals)
+
+    def _begin(self, number: int, now: float) -> None:
+        """Sends the requests of a reader that its window has room for."""
+        reader = self._readers[number]
+        while (reader.refused or reader.unasked) and reader.under_way < REQUESTS:
+            opens_at = reader.window.opens_at(reader.under_way) if self._adaptive else now
+            if opens_at > now:
+                if opens_at != float("inf"):
+                    self._push(opens_at, "room", number)
+                return
+            if reader.refused:
+                refusals = reader.refused.pop()
+            else:
+                refusals, reader.unasked = 0, reader.unasked - 1
+            reader.under_way += 1
+            kind = "answer" if self._take(now) else "refusal"
+            taken_s = self._latency_s * (0.75 + 0.5 * self._rng.random())
+            self._push(now + taken_s, kind, number, refusals, now)
+
+    def _take(self, now: float) -> bool:
+        """Returns whether the store answers a request."""
+        self.attempts += 1
+        gained = self._rate * (now - self._filled_at)
+        self._tokens, self._filled_at = min(self._tokens + gained, self._rate), now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True

@@ -10,6 +10,7 @@ from deltawire.errors import (
     DeltawireError,
     FencedError,
     ResyncError,
+    ThrottledError,
     UnreadableError,
 )
 
@@ -25,8 +26,9 @@ def test_the_kinds_are_known():
     assert {kind.__name__ for kind in KINDS} == {
         "DeltawireError", "RetryError", "ResyncError", "CorruptError", "InputError",
         "FencedError", "BugError", "SignatureError", "StoppedError", "UnreadableError",
+        "ThrottledError",
     }  # fmt: skip
-    shared = (CorruptError, UnreadableError)
+    shared = (CorruptError, ThrottledError, UnreadableError)
     codes = [kind.exit_code for kind in KINDS if not issubclass(kind, shared)]
     assert len(set(codes)) == len(codes)
     assert CorruptError.exit_code == ResyncError.exit_code

@@ -121,6 +121,8 @@ class OtherLineages:
             try:
                 found = read_lineage(self._bucket, key)
             except CorruptError:
+                # It stays unread, and is read again at the next look. Until then its answers may be
+                # taken twice here; the trainer refuses the second group.
                 continue
             self._unread.discard(key)
             yield from found
