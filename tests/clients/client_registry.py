@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 FOLDER = Path(__file__).parent
 TESTS = FOLDER.parent
@@ -27,11 +28,14 @@ END = "<!-- end of clients -->"
 class Client:
     """A client, the ``tests`` that run it (paths below tests/), and what they use of it.
 
-    ``package`` is its distribution, whose release is stored with a result. A client without one is
-    imitated from ``repository`` at ``commit``, checked on the day ``checked``.
+    ``package`` is its distribution, whose release is stored with a result. A client without one was
+    read in ``repository`` at ``commit``, checked on the day ``checked``. ``against`` says what the
+    tests run: the client's own package or module, or calls and files of ours, made as its code
+    makes them.
     """
 
     name: str
+    against: Literal["its own code", "our imitation"]
     uses: str
     tests: tuple[str, ...]
     package: str = ""
@@ -44,42 +48,49 @@ CLIENTS = (
     Client(
         name="TRL and Hugging Face trainers",
         package="trl",
+        against="its own code",
         uses="SFTTrainer, GRPOTrainer, LoRA, resuming, with the callback",
         tests=("unit/trl/test_trl_publish.py",),
     ),
     Client(
         name="PEFT",
         package="peft",
+        against="its own code",
         uses="its directories, written here and loaded there and the other way, with equal logits",
         tests=("compat/export/test_peft_directories.py",),
     ),
     Client(
         name="Tinker's SDK and command line",
         package="tinker",
+        against="its own code",
         uses="every verb, refusals, REST client, `tinker run list`",
         tests=("unit/tinker/test_tinker_client.py",),
     ),
     Client(
         name="Tinker's cookbook",
         package="tinker-cookbook",
+        against="its own code",
         uses="chat_sl and math_rl, with a server that is killed",
         tests=("crash/tinker/test_recipes_restarted.py",),
     ),
     Client(
         name="openai",
         package="openai",
+        against="its own code",
         uses="chat, completions, streams, tools, choices, seeds, errors",
         tests=("unit/chat/openai/test_chat_endpoint.py", "unit/chat/openai/test_chat_choices.py"),
     ),
     Client(
         name="verifiers",
         package="verifiers",
+        against="its own code",
         uses="a taskset and a harness, in its own process",
         tests=("unit/envs/test_verifiers_tasks.py",),
     ),
     Client(
         name="Ray RLlib",
         package="ray",
+        against="its own code",
         uses="PPO, with the callback",
         tests=("e2e/test_rllib_publish.py",),
     ),
@@ -88,6 +99,7 @@ CLIENTS = (
         repository="volcengine/verl",
         commit="1dda039",
         checked="2026-11-22",
+        against="our imitation",
         uses="its calls of a checkpoint engine, with a double of its registry",
         tests=("unit/test_verl_engine.py",),
     ),
@@ -96,6 +108,7 @@ CLIENTS = (
         repository="THUDM/slime",
         commit="624b824",
         checked="2026-11-22",
+        against="our imitation",
         uses="its hook's arguments and folders",
         tests=("unit/test_slime_hook.py",),
     ),
@@ -104,6 +117,7 @@ CLIENTS = (
         repository="PrimeIntellect-ai/prime-rl",
         commit="559b447",
         checked="2026-11-22",
+        against="our imitation",
         uses="its folders of broadcasts",
         tests=("unit/sync/huggingface/test_watched_trainers.py",),
     ),
@@ -112,6 +126,7 @@ CLIENTS = (
         repository="NovaSky-AI/SkyRL",
         commit="a956457",
         checked="2026-11-22",
+        against="our imitation",
         uses="its folders of exports",
         tests=("unit/sync/huggingface/test_watched_trainers.py",),
     ),
@@ -138,15 +153,18 @@ def run(client: Client) -> tuple[int, str]:
 
 
 def table(clients: tuple[Client, ...], ran: dict[str, dict[str, str]]) -> str:
-    """Returns the table of what ran, at which release, and when."""
-    lines = ["| client | release | what is used of it | ran |", "|---|---|---|---|"]
+    """Returns the table of what ran, at which release, against what, and when."""
+    lines = [
+        "| client | release | ran against | what is used of it | ran |",
+        "|---|---|---|---|---|",
+    ]
     for client in clients:
         result = ran.get(client.name, {})
         where = f"{client.package} {result.get('release', '')}".strip()
         if not client.package:
             where = f"{client.repository} at `{client.commit}`, read on {client.checked}"
         outcome = f"{result['passed']} tests on {result['date']}" if result else "not yet"
-        lines.append(f"| {client.name} | {where} | {client.uses} | {outcome} |")
+        lines.append(f"| {client.name} | {where} | {client.against} | {client.uses} | {outcome} |")
     return "\n".join(lines)
 
 

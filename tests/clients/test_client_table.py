@@ -22,3 +22,15 @@ def test_every_client_names_tests_that_exist_and_a_source():
         if client.repository:
             assert re.fullmatch(r"[0-9a-f]{7,40}", client.commit), client.name
             assert re.fullmatch(r"20\d\d-\d\d-\d\d", client.checked), client.name
+
+
+def test_a_client_that_runs_as_itself_is_imported_by_its_tests():
+    for client in CLIENTS:
+        if client.package:
+            assert client.against == "its own code", client.name
+        if client.against == "its own code":
+            module = (client.package or client.name).replace("-", "_")
+            imports = rf"^\s*(?:import|from) {module}\b|importorskip\(\"{module}\b"
+            for path in client.tests:
+                text = (TESTS / path).read_text()
+                assert re.search(imports, text, re.MULTILINE), (client.name, path)

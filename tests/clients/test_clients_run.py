@@ -1,4 +1,5 @@
-"""Each client's own code runs against deltawire, at the release that is installed."""
+"""Runs each client of the registry against deltawire: its own code at the installed release, or our
+imitation where the registry says so."""
 
 import importlib.metadata
 
