@@ -474,6 +474,7 @@ class _References:
         self._start = start
         self._compacted = set(gone)
         self._read: set[int] = set()
+        self._updated = False
         self._found = {keys.blob(file.blob) for file in run.model_files}
         self.refused: list[str] = []
         self.so = "nothing was deleted"
@@ -484,9 +485,17 @@ class _References:
         Raises `UnreadableError` for an object that cannot be read: its blobs may be needed.
         """
         newer_than = self._start - 1 if self._start else None
-        listed = committed_objects(self._bucket, newer_than=newer_than)
-        in_parallel(self._bucket, self._read_version, [v for v in listed if v not in self._read])
-        for key in self._bucket.list(keys.COMPACTED):
+        # A version of after the first call may need blobs that are about to be deleted, and only
+        # later calls can see it: one listing that came back short would leave it out.
+        times = 2 if self._updated else 1
+        self._updated = True
+        listed, compacted = set[int](), set[str]()
+        for _ in range(times):
+            listed.update(committed_objects(self._bucket, newer_than=newer_than))
+            compacted.update(self._bucket.list(keys.COMPACTED))
+        unread = sorted(listed - self._read)
+        in_parallel(self._bucket, self._read_version, unread)
+        for key in sorted(compacted):
             name = keys.compacted_of(key)
             if name is None or key in self._compacted:
                 continue
