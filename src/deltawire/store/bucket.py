@@ -6,19 +6,20 @@ folder, memory, S3, GCS and Azure provide these; nothing else is assumed.
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 from obstore import exceptions
 from obstore.store import ObjectStore
 
-from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.errors import BugError, CorruptError, InputError, RetryError
 from deltawire.store.ranges import AT_ONCE, RangeRequest, range_requests
 from deltawire.store.request_limit import limit_of
 from deltawire.store.translation import (
@@ -30,12 +31,18 @@ from deltawire.store.translation import (
 )
 from deltawire.store.worker_threads import WorkerThreads
 
+T = TypeVar("T")
+
 MULTIPART_BYTES = 64 << 20
 """Larger objects are uploaded in parts: stores accept at most 5 GiB in one request."""
 
 PART_BYTES = 16 << 20
 MAX_PARTS = 9000
 
+READ_PAUSE_S = 0.05
+READ_RETRIES = 4
+"""How often a read that got no answer is repeated, unless the store was opened with another
+number."""
 CONFLICTS = 8
 """How many times a create is repeated while another conditional write to the key is in progress."""
 
@@ -80,7 +87,7 @@ class Bucket:
         self.url = url
         self.local = local
         self._deleting: ObjectStore | None = None
-        self._reading: tuple[ObjectStore, ObjectStore] | None = None
+        self._reading: tuple[ObjectStore, ObjectStore, int] | None = None
 
     @property
     def poll_s(self) -> float:
@@ -96,13 +103,15 @@ class Bucket:
         """
         with self._errors("read", key):
             try:
-                with self._read_request() as store:
-                    result = obstore.get(store, key)
+                return self._read(key, lambda store: self._get(store, key, limit))
             except (exceptions.NotFoundError, FileNotFoundError) as error:
                 self._check_bucket_exists(error, key)
                 return None
-            self._check_size(int(result.meta["size"]), limit, key)
-            return bytes(result.bytes())
+
+    def _get(self, store: ObjectStore, key: str, limit: int) -> bytes:
+        result = obstore.get(store, key)
+        self._check_size(int(result.meta["size"]), limit, key)
+        return bytes(result.bytes())
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
         """Returns the bytes of each ``(start, length)``, or None if there is no such object.
@@ -139,9 +148,12 @@ class Bucket:
         touch, and read a large blob over one connection."""
 
         def read(one: RangeRequest) -> memoryview:
-            with self._read_request() as store:
-                found = obstore.get_range(store, key, start=one.start, length=one.length)
-            return memoryview(found)
+            return memoryview(
+                self._read(
+                    key,
+                    lambda store: obstore.get_range(store, key, start=one.start, length=one.length),
+                )
+            )
 
         if self.local or len(requests) < 2:
             return [read(one) for one in requests]
@@ -309,21 +321,35 @@ class Bucket:
         if means_no_bucket(error):
             raise translate(error, "read", self.url, key) from error
 
-    @contextmanager
-    def _read_request(self) -> Iterator[ObjectStore]:
-        """Waits until this process may send one more read to the store, and gives the store. Writes
-        do not wait: they are few, and readers wait for them.
+    def _read(self, key: str, request: Callable[[ObjectStore], T]) -> T:
+        """Makes a read, as often as the store's library was told to repeat it after no answer. Each
+        attempt waits until this process may send one more read. Writes do not wait: they are few,
+        and readers wait for them.
 
-        The store's library repeats no read, so that the window sees each refusal.
+        The library itself repeats no read, so that the window sees each refusal.
         """
         if self.local:
-            yield self.store
-            return
+            return request(self.store)
+        store, retries = self._store_of_reads()
+        for attempt in range(retries + 1):
+            try:
+                with limit_of(self.url).request(means_throttled):
+                    return request(store)
+            except exceptions.NotFoundError:
+                raise
+            except exceptions.BaseError as error:
+                transient = isinstance(translate(error, "read", self.url, key), RetryError)
+                if attempt == retries or not transient:
+                    raise
+            time.sleep(READ_PAUSE_S * 2**attempt * (0.5 + random.random()))
+        raise BugError("the retry loop ended without a result")
+
+    def _store_of_reads(self) -> tuple[ObjectStore, int]:
+        """Returns a store that repeats nothing, and how often its reads are to be repeated."""
         if self._reading is None or self._reading[0] is not self.store:
-            self._reading = self.store, opened_again(self.store, retries=0)
-        store = self._reading[1]
-        with limit_of(self.url).request(means_throttled):
-            yield store
+            opened = opened_again(self.store, retries=0)
+            self._reading = self.store, opened, retries_of(self.store)
+        return self._reading[1:]
 
     @contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[None]:
@@ -353,6 +379,15 @@ def opened_again(store: ObjectStore, *, retries: int | None = None) -> ObjectSto
         options["retry_config"] = {**(options.get("retry_config") or {}), "max_retries": retries}
     opened: ObjectStore = type(store)(*arguments, **options)
     return opened
+
+
+def retries_of(store: ObjectStore) -> int:
+    """Returns how often a store was told to repeat a request that got no answer."""
+    try:
+        _, options = store.__getnewargs_ex__()  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError):
+        return READ_RETRIES
+    return int((options.get("retry_config") or {}).get("max_retries", READ_RETRIES))
 
 
 def _meta(meta: Any) -> ObjectMeta:

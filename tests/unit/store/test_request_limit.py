@@ -130,6 +130,33 @@ def test_reads_of_remote_stores_go_through_the_window(monkeypatch):
         )
 
     monkeypatch.setattr(bucket_module.obstore, "get", refused)
+    monkeypatch.setattr(bucket_module, "READ_PAUSE_S", 0.0)
     with pytest.raises(ThrottledError):
         bucket.get("one", limit=10)
-    assert (window.size, window.refusals) == (5, 1)
+    assert window.refusals == 1 + bucket_module.READ_RETRIES
+    assert window.size < 1
+
+
+@pytest.mark.parametrize(("failures", "made"), [(4, 5), (5, 5)])
+def test_a_read_without_an_answer_is_repeated_as_the_store_was_told_to(monkeypatch, failures, made):
+    inner = open_bucket("memory://")
+    inner.put("one", b"1")
+    bucket = Bucket(inner.store, "s3://another-bucket-of-its-own/run", local=False)
+    monkeypatch.setattr(bucket_module, "READ_PAUSE_S", 0.0)
+    real, asked = bucket_module.obstore.get, []
+
+    def flaky(*given, **options):
+        asked.append(given)
+        if len(asked) <= failures:
+            raise bucket_module.exceptions.GenericError("error sending request")
+        return real(*given, **options)
+
+    monkeypatch.setattr(bucket_module.obstore, "get", flaky)
+    if failures < made:
+        assert bucket.get("one", limit=10) == b"1"
+    else:
+        with pytest.raises(RetryError):
+            bucket.get("one", limit=10)
+    assert len(asked) == made
+    monkeypatch.setattr(bucket_module.obstore, "get", real)
+    assert bucket.get("missing", limit=10) is None
