@@ -90,6 +90,12 @@ class StoppedError(InputError):
     exit_code = 7
 
 
+class OutOfMemoryError(DeltawireError):
+    """A process needed more memory than its machine has: change the settings that are named."""
+
+    exit_code = 10
+
+
 class FencedError(DeltawireError):
     """Another writer has taken this role: stop, and write nothing more."""
 

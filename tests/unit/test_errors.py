@@ -26,7 +26,7 @@ def test_the_kinds_are_known():
     assert {kind.__name__ for kind in KINDS} == {
         "DeltawireError", "RetryError", "ResyncError", "CorruptError", "InputError",
         "FencedError", "BugError", "SignatureError", "StoppedError", "UnreadableError",
-        "ThrottledError",
+        "ThrottledError", "OutOfMemoryError",
     }  # fmt: skip
     shared = (CorruptError, ThrottledError, UnreadableError)
     codes = [kind.exit_code for kind in KINDS if not issubclass(kind, shared)]

@@ -16,6 +16,7 @@ from deltawire.cli import COMMANDS, GROUPS
 from deltawire.cli.exit_codes import INTERRUPTED, IO_FAILED, NOT_READ
 from deltawire.display import safe_line
 from deltawire.errors import DeltawireError
+from deltawire.runtime.memory import explaining_memory
 
 _EXTRA_OF = {
     "aiohttp": "serve",
@@ -97,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser(words[0] if words else "").parse_args(words)
         arguments.argv = words
         supervised = getattr(arguments, "supervised", False)
-        code = int(arguments.call(arguments))
+        name = str(getattr(arguments, "id", "") or arguments.command)
+        with explaining_memory(name, arguments.command):
+            code = int(arguments.call(arguments))
         if sys.stdout is not None:
             sys.stdout.flush()
         return code

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from deltawire.runtime.memory import available_host_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -35,29 +36,3 @@ def available_bytes(device: torch.device) -> int:
 
         return int(torch.cuda.mem_get_info(device)[0])
     return available_host_bytes()
-
-
-def available_host_bytes() -> int:
-    """Returns the host memory that can still be allocated, within a container's limit.
-
-    If neither Linux nor a limit states it, returns a number larger than any memory.
-    """
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return min(int(line.split()[1]) << 10, _control_group_bytes())
-    except OSError:
-        pass  # Not Linux: the limit is unknown until an allocation fails.
-    return 1 << 62
-
-
-def _control_group_bytes() -> int:
-    """Returns the memory that the process's control group (a container's limit) still allows."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = int((root / "memory.max").read_text(encoding="ascii"))
-        used = int((root / "memory.current").read_text(encoding="ascii"))
-        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # There is no control group, or its limit is the word "max".
-        return 1 << 62
-    return max(0, limit - used + int(stat.get("inactive_file", 0)))

@@ -45,6 +45,7 @@ from typing import Any
 from deltawire.config import RunConfig
 from deltawire.errors import InputError
 from deltawire.runtime.children import ENVIRONMENT, ChildProcess, LocalLauncher
+from deltawire.runtime.memory import MemoryWatch
 from deltawire.train.rank_agent import rank_environment
 
 FORWARDED = ("OMP_", "MKL_", "GLOO_", "NCCL_")
@@ -205,6 +206,9 @@ class _Host:
 class RayChild:
     """A child in an actor; see `deltawire.runtime.children.ChildProcess`."""
 
+    memory: MemoryWatch | None = None
+    """Unknown: the process may be on another machine."""
+
     def __init__(
         self,
         actor: Any,
@@ -270,6 +274,8 @@ class RayChild:
 class RayRanks:
     """The ranks of a trainer, an actor each, as one child. If one ends with an error, the others
     are killed at once: they cannot finish a step without it."""
+
+    memory: MemoryWatch | None = None
 
     def __init__(self, actors: Sequence[Any], command: Sequence[str], log: Path) -> None:
         ray = _ray()

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from deltawire.runtime.memory import MemoryWatch
+
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """Environment variables of every child: some datasets sample from sets of strings, and all
 processes must draw the same samples.
@@ -32,6 +34,11 @@ class ChildProcess(Protocol):
     @property
     def returncode(self) -> int | None:
         """Its exit code, negative for a signal; None until `ended` has returned True."""
+        ...
+
+    @property
+    def memory(self) -> MemoryWatch | None:
+        """A watch of its memory; None for a process on another machine."""
         ...
 
     def ended(self) -> bool:
@@ -72,6 +79,7 @@ class LocalChild:
                 start_new_session=True,
                 env={**os.environ, **ENVIRONMENT},
             )
+        self._memory = MemoryWatch(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -82,6 +90,11 @@ class LocalChild:
     def returncode(self) -> int | None:
         """See `ChildProcess.returncode`."""
         return self._process.returncode
+
+    @property
+    def memory(self) -> MemoryWatch:
+        """See `ChildProcess.memory`."""
+        return self._memory
 
     def ended(self) -> bool:
         """See `ChildProcess.ended`; the rest of its group is then killed."""

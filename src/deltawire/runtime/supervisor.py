@@ -34,6 +34,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ from deltawire.errors import (
     DeltawireError,
     FencedError,
     InputError,
+    OutOfMemoryError,
     StoppedError,
 )
 from deltawire.events import Life, Role
@@ -70,6 +72,10 @@ any work was finished. Exits because the store did not answer do not count.
 HEALTHY_S = 60.0
 RESTART_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 10.0
+SHORTAGES = 2
+"""The supervisor gives up when a child has run out of memory so often: the next start would need as
+much. The first time may be another program's fault.
+"""
 UNREACHABLE = 75
 """The exit code of a child that could not reach the store; such a child is restarted without
 limit.
@@ -210,7 +216,11 @@ class Supervisor:
         if child.process is None:
             return 1
         with self._watchdog.lock:
-            return child.process.returncode if child.process.ended() else None
+            if child.process.ended():
+                return child.process.returncode
+        if child.process.memory is not None:
+            child.process.memory.read()
+        return None
 
     def _start(self, child: Child) -> None:
         private_folder(self._logs, mode=0o755)
@@ -229,8 +239,14 @@ class Supervisor:
             reason = f"killed: {child.killed_for}"
         elif words := self._last_words(child):
             reason += f": {words}"
+        shortage = self._shortage(child, code)
+        if shortage is not None:
+            reason = f"{reason}: {shortage}" if code < 0 else reason
+            child.shortages += 1
         self._record(child, "died", reason)
         child.process = None
+        if shortage is not None and child.shortages >= SHORTAGES:
+            raise shortage
         lived = time.monotonic() - child.started_at
         if child.productive or lived >= HEALTHY_S:
             child.failures = 0
@@ -241,6 +257,17 @@ class Supervisor:
             raise self._error(child, code)
         pause = min(RESTART_PAUSE_S * max(child.failures, 1), LONGEST_PAUSE_S)
         child.retry_at = time.monotonic() + pause
+
+    def _shortage(self, child: Child, code: int) -> ChildError | None:
+        """Returns the error of a child that ran out of memory, None for another death."""
+        own = OutOfMemoryError.exit_code
+        if code == own:
+            return ChildError(self._last_error(child) or f"{child.name} ran out of memory", own)
+        memory = None if child.process is None else child.process.memory
+        if code != -signal.SIGKILL or child.killed_for or memory is None:
+            return None
+        found = memory.why_killed(child.name, child.role)
+        return None if found is None else ChildError(found.message, own, hint=found.hint)
 
     def _last_error(self, child: Child) -> str:
         """Returns the error that a child reported last since it was started, empty if it reported
@@ -267,6 +294,8 @@ class Supervisor:
 
     def _error(self, child: Child, code: int) -> ChildError:
         log = self._logs / f"{child.name}.log"
+        if shortage := self._shortage(child, code):
+            return shortage
         if error := self._last_error(child):
             return ChildError(error, code)
         reason = f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -36,6 +36,8 @@ class Child:
     starts: int = 0
     started_at: float = 0.0
     failures: int = 0
+    shortages: int = 0
+    """How often it ran out of memory."""
     retry_at: float = 0.0
     done: bool = False
     killed_for: str = ""

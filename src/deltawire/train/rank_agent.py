@@ -27,6 +27,7 @@ from typing import Any
 
 from deltawire.display import safe_line
 from deltawire.errors import DeltawireError
+from deltawire.runtime.memory import explaining_memory, kernel_kills, killed_by_kernel
 from deltawire.runtime.supervisor import STOP_PATIENCE_S
 
 LOST_GRACE_S = 3.0
@@ -111,6 +112,7 @@ def run_ranks(command: Sequence[str], ranks: int, *, supervised: bool) -> None:
         monitor_interval=0.1,
         local_addr=place,
     )
+    kills = kernel_kills()
     with tempfile.TemporaryDirectory(prefix="deltawire-ranks-") as folder:
         logs = DefaultLogsSpecs(log_dir=folder)
         try:
@@ -118,18 +120,21 @@ def run_ranks(command: Sequence[str], ranks: int, *, supervised: bool) -> None:
         except SignalException:
             return
     if result.is_failed():
-        raise _first_error(result.failures)
+        raise _first_error(result.failures, kills)
 
 
-def _first_error(failures: dict[int, Any]) -> RankError:
+def _first_error(failures: dict[int, Any], kills: tuple[int, ...]) -> DeltawireError:
     """Returns the error of the rank that failed first: not of one that lost its peer, or that the
-    agent ended after that.
+    agent ended after that. The kernel's counters were at ``kills`` when the ranks were started.
 
     A time is in whole seconds. Within one, the order of ``failures`` counts: the agent adds the
     ranks that it had to end last.
     """
     ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
     rank, failure = next((one for one in ordered if not _follows(one[1])), ordered[0])
+    killed = killed_by_kernel(f"rank {rank} of the trainer", "trainer", kills)
+    if killed is not None and failure.exitcode == -signal.SIGKILL:
+        return killed
     if failure.exitcode < 0:
         reason = f" was ended by signal {-failure.exitcode} ({failure.signal_name()})"
     elif words := _words_of(failure):
@@ -167,7 +172,8 @@ def ending_at_once(supervised: bool) -> Iterator[None]:
     if supervised:
         die_with_parent()
     try:
-        yield
+        with explaining_memory("the trainer", "trainer"):
+            yield
     except Exception as error:
         _end_rank(error)
 

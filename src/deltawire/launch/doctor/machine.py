@@ -9,9 +9,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from deltawire.engines.cache_size import available_host_bytes
 from deltawire.errors import DeltawireError
 from deltawire.launch.doctor.findings import Finding
+from deltawire.runtime.memory import available_host_bytes
 
 AREA = "machine"
 GIB = 1 << 30

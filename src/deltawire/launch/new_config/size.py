@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from deltawire.engines.cache_size import available_host_bytes
 from deltawire.errors import InputError
 from deltawire.launch.shapes import settings_of
 from deltawire.plan.accelerators import accelerator_named, shipped_accelerators
@@ -18,6 +17,7 @@ from deltawire.plan.catalogue import find_model
 from deltawire.plan.layout import Mode
 from deltawire.plan.profile import Profile
 from deltawire.plan.resolver import Accelerators, resolve_training_profile
+from deltawire.runtime.memory import available_host_bytes
 
 CPU = "cpu"
 TRAINER_SHARE = 0.5
