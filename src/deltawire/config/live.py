@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -12,6 +13,8 @@ from deltawire.config.release import ReleaseConfig
 _Weight = Annotated[float, Meta(ge=-1e4, le=1e4)]
 DEFAULT_REWARDS = {"accept": 0.75, "reject": -0.25, "thumbs": 1.0}
 """An answer that is accepted with a probability above 25 % is worth showing."""
+LEAST_CAP = 0.05
+"""The smallest cap on a user that is derived."""
 _NAME = r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?\Z"
 
 
@@ -42,8 +45,8 @@ class LiveConfig(Section, frozen=True, kw_only=True):
     """Older answers are not trained on; they are counted."""
     half_life_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """An answer's weight halves with each such time since it was served; 0 keeps it."""
-    user_cap: Annotated[float, Meta(gt=0, le=1)] = 0.05
-    """Largest share of one user in the weight of a group."""
+    user_cap: Fraction = 0.0
+    """Largest share of one user in a group; 0 derives twice an equal share, `largest_share`."""
     cohort_cap: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Largest share of one cohort."""
     outlier_limit: Annotated[float, Meta(ge=0, le=1e6)] = 4.0
@@ -55,3 +58,24 @@ class LiveConfig(Section, frozen=True, kw_only=True):
     (`deltawire.rl.trainer.planted`)."""
     release: ReleaseConfig = ReleaseConfig()
     """How a new version comes to serve users."""
+
+    def largest_share(self, group_size: int) -> float:
+        """Returns the largest share of one user in a group: ``user_cap``, or by default twice an
+        equal share, and at least `LEAST_CAP`."""
+        return self.user_cap or min(1.0, max(LEAST_CAP, 2 / group_size))
+
+    def contradiction(self, group_size: int) -> tuple[str, str] | None:
+        """Finds caps that no group of this size satisfies: the reason and what to do, or None.
+
+        More users than 1 / ``user_cap`` must fit into a group. With just as many, all would have to
+        weigh the same to the last bit.
+        """
+        cap = self.largest_share(group_size)
+        if cap >= 1 or cap * (group_size - 1) >= 1 - 1e-9:
+            return None
+        users = math.floor(1 / cap + 1e-9) + 1
+        reason = f"live.user_cap {cap:g} needs answers of {users} users in a group, and "
+        reason += f"rollout.group_size is {group_size}: nothing would be learned"
+        least = math.ceil(1000 / (group_size - 1)) / 1000
+        hint = f"set rollout.group_size to {users} or more, or live.user_cap to {least:g} or more"
+        return reason, f"{hint}, or leave user_cap out"

@@ -411,14 +411,16 @@ def _alarms(fleet: Fleet) -> list[str]:
         for name, beat in fleet.heartbeats.items()
         if beat.worker and beat.worker.alarm and fleet.states[name] != "ended"
     )
-    return [
+    found = [
         f"{number} {'worker passes' if number == 1 else 'workers pass'} over an object: {reason}"
         for reason, number in reasons.items()
-    ] + [
-        f"{name}: {beat.alarm}"
-        for name, beat in sorted(fleet.heartbeats.items())
-        if beat.alarm and fleet.states[name] != "ended"
     ]
+    for name, beat in sorted(fleet.heartbeats.items()):
+        if beat.alarm and fleet.states[name] != "ended":
+            found.append(f"{name}: {beat.alarm}")
+        if beat.worker and beat.worker.waits and fleet.states[name] == "alive":
+            found.append(f"{name} learns nothing: {beat.worker.waits}")
+    return found
 
 
 def _unreadable(segments: dict[str, int]) -> list[str]:

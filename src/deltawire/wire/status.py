@@ -104,7 +104,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     if ``attested``. ``lag`` is the newest version minus the one held. ``stored`` is the sequence
     number of the worker's next group, and ``first`` that number when the lease began (None:
     unknown). ``learns`` marks a worker that makes its groups of users' answers, and samples
-    nothing. ``alarm`` explains why a newer manifest could not be read; empty if all could.
+    nothing, and ``waits`` says why it has stored no group for a while. ``alarm`` explains why a
+    newer manifest could not be read; empty if all could.
     """
 
     phase: WorkerPhase
@@ -115,6 +116,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     stored: Index = 0
     first: Index | None = None
     learns: bool = False
+    waits: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
     alarm: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
 
 

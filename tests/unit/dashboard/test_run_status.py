@@ -342,10 +342,14 @@ def test_a_manifest_that_readers_pass_over_is_a_problem(bucket) -> None:
     put_heartbeat(bucket, "w2", at=NOW, alarm="version 4 is junk")
     put_heartbeat(bucket, "w3", at=NOW, alarm="version 3 is junk", ended=True)
     put_heartbeat(bucket, "trainer", "trainer", at=NOW, alarm="retained.json cannot be read")
+    reason = "3 answers of 1 users can be trained on, a group takes 32"
+    put_heartbeat(bucket, "live", at=NOW, learns=True, waits=reason)
+    put_heartbeat(bucket, "gone", at=NOW, learns=True, waits=reason, ended=True)
     found = watch.poll()
     assert found.version is None, "no version can be read"
-    assert len(found.problems) == 3
-    assert found.problems[2] == "trainer: retained.json cannot be read"
+    assert len(found.problems) == 4
+    assert found.problems[2] == f"live learns nothing: {reason}"
+    assert found.problems[3] == "trainer: retained.json cannot be read"
     assert keys.manifest(9_999_999_999) in found.problems[0]
     assert found.problems[1] == "2 workers pass over an object: version 4 is junk"
     assert "2 workers pass over" in shown(found, width=200)

@@ -41,6 +41,8 @@ from deltawire.wire.rollouts import LIVE_TASK, Group, Trajectory
 FITTED = 5000
 """The delay model is fitted to at most this many answers, the newest ones."""
 VOCABULARY = 1 << 31
+LEFT_OUT = ("waiting", "censored", "unusable", "expired", "others", "quarantined", "neutral")
+"""The states of answers that no group takes now, and that are named when a group lacks answers."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class GroupMaker:
     (older than ``max_age_s``), ``late`` (reports about answers that were trained on already),
     ``others`` (those that another learner owns), ``quarantined`` (matured answers of the users and
     cohorts that are ``quarantined``) and ``neutral`` (matured answers of reward 0, with the
-    baseline ``sign``).
+    baseline ``sign``). ``lacks`` says why the last `prepare` made no group.
     """
 
     config: RunConfig
@@ -104,6 +106,7 @@ class GroupMaker:
     delays: DelayModel | None = None
     states: Counter[str] = field(default_factory=Counter)
     quarantined: Quarantine = field(default_factory=Quarantine)
+    lacks: str = ""
 
     def __post_init__(self) -> None:
         live = self.config.live
@@ -194,8 +197,9 @@ class GroupMaker:
         Returns None if there are too few, of too few users for the caps. One user contributes no
         more answers than its cap, so that others need not be cut.
         """
-        live = self.config.live
-        most = max(1, int(live.user_cap * count))
+        live, self.lacks = self.config.live, ""
+        cap = live.largest_share(count)
+        most = max(1, int(cap * count))
         chosen: list[MaturedAnswer] = []
         taken: Counter[str] = Counter()
         for one in self.matured(now):
@@ -207,15 +211,17 @@ class GroupMaker:
                 if len(chosen) == count:
                     break
         if len(chosen) < count:
+            self.lacks = self._lacking(len(chosen), len(taken), count)
             return None
         weights_E = cap_weights(
             age_weights(np.array([one.age_s for one in chosen]), live.half_life_s),
             [one.capture.user for one in chosen],
             [one.cohort for one in chosen],
-            user_cap=live.user_cap,
+            user_cap=cap,
             cohort_cap=live.cohort_cap,
         )
         if effective_sample_size(weights_E) < count / 4:
+            self.lacks = f"{count} answers of {len(taken)} users weigh too little under the caps"
             return None
         rewards_E = np.array([one.reward for one in chosen])
         versions = [one.version for one in chosen]
@@ -233,6 +239,15 @@ class GroupMaker:
                 chosen, advantages_E.tolist(), weights_E.tolist(), strict=True
             )
         ]  # fmt: skip
+
+    def _lacking(self, found: int, users: int, count: int) -> str:
+        """Says what a group of ``count`` answers lacks, and where the other answers are."""
+        others = [f"{self.states[name]} {name}" for name in LEFT_OUT if self.states[name]]
+        faults = Counter(fault for fault in self._faults.values() if fault).most_common(1)
+        why = f" (most often: {faults[0][0]})" if faults else ""
+        rest = f"; {', '.join(others)}{why}" if others else ""
+        of_users = f" of {users} users" if found else ""
+        return f"{found} answers{of_users} can be trained on, a group takes {count}{rest}"
 
     def _fit(self, now: float) -> None:
         delays, silent = [], []

@@ -40,12 +40,14 @@ from deltawire.wire.lineage import MAX_LINEAGE_BYTES, Lineage, without_users
 from deltawire.wire.objects import decode_json, encode_json
 from deltawire.wire.rollouts import MAX_GROUP_BYTES, Group, decode_group, encode_group
 from deltawire.wire.run import Run
-from deltawire.wire.status import WorkerPhase, WorkerStatus
+from deltawire.wire.status import MAX_ALARM, WorkerPhase, WorkerStatus
 
 POLL_S = 1.0
 BAR_EVERY_S = 10.0
 REPORT_EVERY_S = 10.0
 RELEASE_EVERY_S = 10.0
+QUIET_S = 60.0
+"""After so long without a group, `deltawire status` says what a learner waits for."""
 
 
 class LiveGroups:
@@ -201,6 +203,9 @@ class LearnerLoop:
         self.phase: WorkerPhase = "sampling"
         self._report = report
         self._reported_at = self._bar_at = self._released_at = float("-inf")
+        self._stored_at = time.monotonic()
+        self._waits = "it has just started"
+        self._accuracy: float | None = None
         self._open = not config.live.start_bar
         self.records = LiveRecords(process.bucket)
         self.records.poll()
@@ -237,7 +242,14 @@ class LearnerLoop:
             stored=self.groups.sequence,
             first=self._first,
             learns=True,
+            waits=self.waits if time.monotonic() - self._stored_at >= QUIET_S else "",
         )
+
+    @property
+    def waits(self) -> str:
+        """The reason why the last turn stored no group; empty if it stored one, or if the trainer
+        has granted no further one."""
+        return self._waits[:MAX_ALARM]
 
     def run(self) -> None:
         """Learn until the run is finished or the process is asked to stop."""
@@ -264,6 +276,7 @@ class LearnerLoop:
             self._release()
             stored = self._may_store() and self._store()
         except RetryError as error:
+            self._waits = f"the store does not answer: {error.message}"
             self._log_line(f"waits for the store: {error.message}")
             return False
         states = ", ".join(f"{count} {name}" for name, count in sorted(self.maker.states.items()))
@@ -286,7 +299,10 @@ class LearnerLoop:
 
     def _may_store(self) -> bool:
         status = self.link.status
+        self._waits = ""
         if status is None or status.phase != "training" or self.link.secret is None:
+            phase = status.phase if status is not None else "not running"
+            self._waits = f"the trainer is {phase}" if phase != "training" else ""
             return False
         if status.credits.get(self.process.name, 0) <= self.groups.sequence:
             return False
@@ -301,7 +317,13 @@ class LearnerLoop:
                 e for e in events_of(self.process.bucket, "evaluator") if isinstance(e, Evaluated)
             ]
             newest = max(found, key=lambda event: event.version, default=None)
+            self._accuracy = newest.accuracy if newest is not None else None
             self._open = newest is not None and newest.accuracy >= self.config.live.start_bar
+        if not self._open:
+            known = "no version is evaluated yet"
+            if self._accuracy is not None:
+                known = f"the newest evaluated version has {self._accuracy:.3g}"
+            self._waits = f"live.start_bar is {self.config.live.start_bar:g}, and {known}"
         return self._open
 
     def _store(self) -> bool:
@@ -309,8 +331,10 @@ class LearnerLoop:
         nonce = nonce_of(secret, lease, self._started) if secret else self.process.nonce
         self.process.lease.confirm()
         if not self.groups.store(nonce, time.time()):
+            self._waits = self.maker.lacks
             return False
         self._started += 1
+        self._stored_at = time.monotonic()
         self.process.heartbeat.count_finished()
         return True
 

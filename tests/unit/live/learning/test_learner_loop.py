@@ -187,6 +187,28 @@ def test_a_rebuild_offers_the_other_answers_again_once_it_is_restored(started, b
     assert repr(known[0]) == repr(known[1]), "a baseline counts no answer twice"
 
 
+def test_a_learner_says_why_it_stores_nothing(started):
+    bucket = with_answers(range(1, 4))
+    put_rows(bucket, 1, [answer(n, temperature=0.5) for n in range(4, 9)])
+    loop, _ = started(bucket, config_of(start_bar=0.6), status=None)
+    assert not loop._turn()
+    assert loop._status().waits == "the trainer is not running"
+    loop.link.status = trainer(1)
+    assert not loop._turn()
+    assert loop.waits == "live.start_bar is 0.6, and no version is evaluated yet"
+    loop._open = True
+    assert not loop._turn()
+    assert loop.waits == (
+        "3 answers of 3 users can be trained on, a group takes 4; 5 unusable (most often: "
+        "sampled at temperature 0.5, not 1.0)"
+    )
+    put_rows(bucket, 2, [answer(9)], [report(9)])
+    assert loop._turn()
+    assert loop.waits == ""
+    assert not loop._turn()
+    assert loop.waits == "", "the trainer has granted no further group"
+
+
 def test_an_outage_is_reported_and_waited_for(started):
     bucket = FaultyBucket(with_answers(range(1, 5)))
     loop, lines = started(bucket, config_of(), status=trainer(1))

@@ -1,16 +1,18 @@
 """From stored answers and reports to groups that a trainer consumes."""
 
 import time
+import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from documents import blocks
 from granted_groups import SECRET, start_with_groups
 from heartbeats import put_heartbeat
 from live_answers import LIVE, NOW, answer, config_of, put_rows, report
 
-from deltawire.config import parse_config
+from deltawire.config import parse_config, run_config
 from deltawire.errors import InputError
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.live.learning.grouping import GroupMaker
@@ -178,6 +180,45 @@ def test_kto_without_signs_is_refused():
     with pytest.raises(InputError, match="kto needs good and bad answers, not advantages") as error:
         check_learnable(kto_config(baseline="batch"), "url")
     assert 'live.baseline = "sign"' in error.value.hint
+
+
+@pytest.mark.parametrize(("group_size", "cap"), [(8, 0.05), (20, 0.05), (2, 0.9), (8, 0.14)])
+def test_a_cap_that_no_group_satisfies_is_refused_when_it_is_read(group_size, cap):
+    def read(**live):
+        rollout = {"group_size": group_size}
+        return parse_config({"name": "r", "rollout": rollout, "live": live}, source="test")
+
+    with pytest.raises(InputError, match=f"live.user_cap {cap:g} needs answers of") as error:
+        read(user_cap=cap)
+    least = float(error.value.hint.split("live.user_cap to ")[1].split(" or more")[0])
+    read(user_cap=least)
+    assert read().live.largest_share(group_size) == min(1.0, 2 / group_size)
+    stored = {"name": "r", "rollout": {"group_size": 8}, "live": {"user_cap": 0.05}}
+    assert run_config(stored, url="r").live.largest_share(8) == 0.25, "a run of an earlier release"
+
+
+def learned_by(config, *, count):
+    """The answers of the first group that a learner with this configuration makes."""
+    bucket = open_bucket("memory://")
+    numbers = range(1, count + 1)
+    put_rows(
+        bucket, 0, [answer(n) for n in numbers],
+        [report(n, "accept" if n % 3 else "reject") for n in numbers],
+    )  # fmt: skip
+    return maker_of(bucket, config).prepare(NOW + 100, config.rollout.group_size)
+
+
+def test_the_defaults_and_the_example_of_the_document_learn():
+    check = {"train": LIVE["train"], "trust": LIVE["trust"]}
+    plain = parse_config({"name": "live", **check}, source="test")
+    assert all(one.weight > 0 for one in learned_by(plain, count=8))
+    of_live = [one for one in blocks("toml") if one.path.name == "LIVE.md"]
+    (block,) = [one for one in of_live if "[live]" in one.text]
+    example = parse_config({"name": "live", **tomllib.loads(block.text)}, source="LIVE.md")
+    check_learnable(example, "url")
+    answers = learned_by(example, count=32)
+    assert sum(one.weight for one in answers) > 16
+    assert {one.reward for one in answers} == {0.75, -0.25}
 
 
 def test_a_run_that_would_misread_the_groups_is_refused():
