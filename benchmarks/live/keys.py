@@ -41,6 +41,12 @@ KEYS: Final[dict[str, Key]] = {
     "good_promotion_worst": Key(
         "canary", ">=", 0.9, "5 points better, promoted within 20,000 outcomes, worst of 8 worlds"
     ),
+    "gate_rollback_equal": Key(
+        "gate", "<=", 0.02, "equal versions that the evaluation gate rolls back, 1 and 4 samples"
+    ),
+    "progress_kept": Key(
+        "gate", ">=", 0.95, "of the progress of 40 better versions, what serves after the gate"
+    ),
     "regression_found_after": Key(
         "canary", "<=", 1.0, "answers until a 5-point drop is rolled back over a fixed test's"
     ),

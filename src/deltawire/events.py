@@ -240,22 +240,31 @@ class Generated(_Event, tag="generated", frozen=True, kw_only=True):
     cause: str = ""
 
 
+CorrectShares = list[Annotated[float, Meta(ge=-1, le=1)]]
+MOST_RESULTS = 4096
+"""Problems of which an evaluation records a share correct, in all sets together: a line is limited
+to `MAX_LINE`."""
+
+
 class HeldoutScore(msgspec.Struct, frozen=True, kw_only=True):
     """Results on a set of ``problems`` held-out problems: the share correct of ``samples`` answers
     each at the rollout's temperature, and of one greedy answer each; and the mean reward of the
-    sampled ones."""
+    sampled ones. ``correct`` is the share correct of each problem's sampled answers, in the order
+    of the set, -1 where all of them failed; it may end before the set does."""
 
     accuracy: float
     greedy: float
     reward: float
     samples: int
     problems: int
+    correct: CorrectShares = []
 
 
 class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     """Held-out accuracy of one version over ``problems`` problems: the share correct of
     ``samples`` answers each at the rollout's temperature, and of one greedy answer each; and the
-    mean ``reward`` of the sampled ones. ``sets`` are the same for each named set."""
+    mean ``reward`` of the sampled ones. ``correct`` and ``sets`` are as in `HeldoutScore`, for each
+    named set."""
 
     written_by: ClassVar[frozenset[Role]] = frozenset({"evaluator"})
     at: float
@@ -266,6 +275,7 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     problems: int
     seconds: float
     reward: float | None = None
+    correct: CorrectShares = []
     sets: dict[str, HeldoutScore] = {}
     budgets: list[BudgetScore] = []
     """The curve of accuracy over budgets, the smallest first; empty if it is not measured."""

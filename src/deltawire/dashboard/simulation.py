@@ -239,12 +239,15 @@ def _candidates(decisions: Sequence[Decision], done: Simulated) -> list[Candidat
         if begun.verdict != "gate" or begun.candidate is None:
             continue
         later = decisions[place + 1 :]
-        last = next((one for one in later if one.verdict not in UNDECIDED), end)
+        settles = (n for n, one in enumerate(later) if one.verdict not in UNDECIDED - {"gate"})
+        ended = next(settles, len(later))
+        last = later[ended] if ended < len(later) else end
         outcome: Outcome = "undecided"
         if last.verdict == "promote":
             outcome = "promoted"
         elif last.verdict == "rollback":
-            outcome = "stopped by the gate" if last is later[0] else "rolled back"
+            shown = any(one.share for one in later[:ended])
+            outcome = "rolled back" if shown else "stopped by the gate"
         spoiled = [
             kind
             for kind, version in done.planted.items()

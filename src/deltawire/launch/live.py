@@ -21,13 +21,13 @@ from deltawire.live.deployment_secret import generation_in_use
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
 from deltawire.live.release.evidence import DifferenceFinding, Evidence, planned_answers
 from deltawire.live.release.next_decision import (
-    Scores,
     Situation,
     decide_by_hand,
     decide_next,
     next_candidate,
 )
 from deltawire.live.release.off_policy import figures_of_estimate
+from deltawire.live.release.paired_gate import Scores, SetScore
 from deltawire.live.release.shadow_evidence import ShadowEvidence, read_shadow, shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_tail import events_of
@@ -197,8 +197,11 @@ class Releaser:
     def _scores(self) -> Scores:
         if not self.release.gate:
             return {}
-        scores: dict[int, Mapping[str, float]] = {
-            e.version: {"accuracy": e.accuracy, **{n: s.accuracy for n, s in e.sets.items()}}
+        scores: dict[int, Mapping[str, SetScore]] = {
+            e.version: {
+                "accuracy": SetScore(e.accuracy, tuple(e.correct)),
+                **{name: SetScore(s.accuracy, tuple(s.correct)) for name, s in e.sets.items()},
+            }
             for e in self._evaluated()
         }
         for version, earlier in self.log.restores().items():

@@ -74,6 +74,11 @@ class Decision(
     evidence: Annotated[dict[str, float], Meta(max_length=256)] = {}
     previous: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
+    @property
+    def gives_way(self) -> bool:
+        """Returns whether a newer version may be tested in place of this decision's candidate."""
+        return self.verdict == "hold" and self.waits_for == "data"
+
 
 RESTORES = "restores_version"
 """The figure of a promotion that names the version whose weights the promoted one restores."""
@@ -157,7 +162,8 @@ def fault_after(before: Decision | None, decision: Decision) -> str:
     if decision.serving != before.serving:
         return "another version serves without a promotion or a rollback"
     if verdict == "gate":
-        if before.verdict in UNDECIDED:
+        newer = before.candidate is not None and candidate.version > before.candidate.version
+        if before.verdict in UNDECIDED and not (before.gives_way and newer):
             return "a candidate while another one is undecided"
         return "a share before a canary" if decision.share else ""
     if before.verdict not in UNDECIDED or candidate != before.candidate:

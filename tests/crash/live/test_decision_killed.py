@@ -8,6 +8,7 @@ import pytest
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import RetryError
 from deltawire.live.release.next_decision import Situation, decide_next
+from deltawire.live.release.paired_gate import SetScore
 from deltawire.live.release.shadow_evidence import shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import open_bucket
@@ -20,7 +21,7 @@ RELEASE = ReleaseConfig(gate={"accuracy": 0.02}, stages=[0.25, 0.5])
 SHADOW = ReleaseConfig(gate={"accuracy": 0.02}, stages=[0.25, 0.5], shadow=5)
 COPIES = shadow_evidence([ShadowCounts(shadow="s", copies=5)], SHADOW)
 WITHOUT, WITH = ["serve", "gate", "canary"], ["serve", "gate", "shadow", "canary"]
-SCORES = {version: {"accuracy": 0.5} for version in range(9)}
+SCORES = {version: {"accuracy": SetScore(0.5)} for version in range(9)}
 
 
 def served(version):

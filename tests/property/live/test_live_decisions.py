@@ -14,6 +14,7 @@ from deltawire.live.release.next_decision import (
     next_candidate,
 )
 from deltawire.live.release.outcomes import METRIC, SettledAnswer
+from deltawire.live.release.paired_gate import SetScore
 from deltawire.live.release.shadow_evidence import shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import open_bucket
@@ -56,7 +57,7 @@ def test_any_two_deciders_keep_one_valid_series(release, steps):
         log = logs[who]
         if reads:
             log.poll()
-        scores = {version: {"accuracy": 0.5} for version in range(newest + 1)}
+        scores = {version: {"accuracy": SetScore(0.5)} for version in range(newest + 1)}
         chosen = next_candidate(log, release, newest=newest, scores=scores, now=float(now))
         assert chosen not in log.rejected()
         served = ServedVersion(newest, f"{newest:032x}")

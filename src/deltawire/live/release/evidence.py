@@ -3,9 +3,11 @@
 The error rate α of a run is spent once, whatever the number of stages and looks:
 
 - A false promotion is a rejection of "the candidate is worse by the margin", a test at α.
-- A false rollback is a rejection of "the candidate is not worse" (α/2) or, for one of k guardrails,
-  of "its rate rose by no more than its tolerance" (α/2k each): at most α together. With a shadow,
-  α/4k each on copies of requests, and α/4k in the canary.
+- A false rollback is a rejection of "the candidate is not worse" by the gate (a fifth of α, in
+  equal parts for its sets), by users (two fifths), or, for one of k guardrails, of "its rate rose
+  by no more than its tolerance" (two fifths, in k parts): at most α together. Without a gate the
+  two others have half of α each; with a shadow, guardrails have half of their part on copies of
+  requests.
 - A sample-ratio mismatch (α/10) holds the canary: it neither promotes nor rolls back.
 - The alarm that users do not see a held-out gain (α/10) decides nothing.
 
@@ -32,6 +34,8 @@ from deltawire.live.release.sequential_tests import (
 from deltawire.wire.decisions import CANDIDATE
 
 SAME_SHARE = 1e-9
+GATE_PARTS = 5
+"""The evaluation gate has one of so many parts of the error rate."""
 LEAST_EFFECT = 1e-6
 """The least sum of an effect and the margin for which outcomes are planned."""
 GAP_ALARM = "gap_alarm"
@@ -47,19 +51,23 @@ class ErrorBudget:
     guardrail: float
     sample_ratio: float
     shadow: float = 0.0
+    gate: float = 0.0
 
 
 def error_budget(release: ReleaseConfig) -> ErrorBudget:
     """Returns how the error rate is divided."""
-    half, guardrails = release.error_rate / 2, len(release.guardrails)
+    gate = release.error_rate / GATE_PARTS if release.gate else 0.0
+    rest, guardrails = release.error_rate - gate, len(release.guardrails)
+    half = rest / 2
     if release.shadow:  # Each guardrail is tested on copies too.
         guardrails *= 2
     return ErrorBudget(
         promotion=release.error_rate,
-        rollback=half if guardrails else release.error_rate,
+        rollback=half if guardrails else rest,
         guardrail=half / guardrails if guardrails else half,
         sample_ratio=release.error_rate / 10,
         shadow=half / guardrails if guardrails and release.shadow else 0.0,
+        gate=gate / len(release.gate) if release.gate else 0.0,
     )
 
 

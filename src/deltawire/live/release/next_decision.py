@@ -3,8 +3,8 @@
 ::
 
     serve, promote, rollback ──▶ gate ──▶ (shadow) ──▶ canary, share by share ──▶ promote
-                       ▲          │           │ ▲                      ▲
-                       │          ▼           ▼ │ more outcomes        │
+                       ▲          │ ▲         │ ▲                      ▲
+                       │          ▼ │ newer   ▼ │ more outcomes        │
                        └───────rollback ◀── hold (for data, or for a person)
                                   └── the trainer restored the version ┘
 
@@ -23,12 +23,10 @@ import msgspec
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
 from deltawire.live.release.evidence import CanaryTests, Evidence
+from deltawire.live.release.paired_gate import Scores, compare_sets
 from deltawire.live.release.shadow_evidence import ShadowEvidence, shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.wire.decisions import RESTORES, UNDECIDED, Decision, ServedVersion, Verdict
-
-Scores = Mapping[int, Mapping[str, float]]
-"""Held-out accuracies of each version by the name of the set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +54,21 @@ def next_candidate(
 ) -> int | None:
     """Returns the version that may become the candidate now: the newest that is newer than the
     serving one, was not rolled back, and has the scores that the gate compares; None if there is
-    none, a candidate is undecided, or the last decision is too recent."""
+    none, a candidate is undecided, or the last decision is too recent. A candidate that is held for
+    data gives way to a newer one."""
     decision = log.newest
-    if decision is None or decision.verdict in UNDECIDED:
+    if decision is None or (decision.verdict in UNDECIDED and not decision.gives_way):
         return None
+    after = decision.serving if decision.candidate is None else decision.candidate
+    if decision.verdict not in UNDECIDED:
+        after = decision.serving
     if now < decision.at + release.every_s:
         return None
     known = {version for version, score in scores.items() if release.gate.keys() <= score.keys()}
     versions = known if release.gate else {newest}
     rejected = log.rejected()
     return max(
-        (v for v in versions if decision.serving.version < v <= newest and v not in rejected),
+        (v for v in versions if after.version < v <= newest and v not in rejected),
         default=None,
     )
 
@@ -79,6 +81,8 @@ def decide_next(
     decision = _next(log, release, situation, by=by)
     before = log.newest
     if decision is None or before is None or before.verdict not in UNDECIDED:
+        return decision
+    if decision.verdict == "gate":
         return decision
     evidence = {**situation.estimate, **decision.evidence}
     return msgspec.structs.replace(decision, evidence=evidence)
@@ -106,6 +110,13 @@ def _next(
         )
     if before.waits_for == "person" or before.candidate is None:
         return None
+    newer = situation.candidate
+    if before.gives_way and newer is not None and newer.version > before.candidate.version:
+        reason = (
+            f"version {newer.version} is newer than version {before.candidate.version}, "
+            "which is undecided"
+        )
+        return make.decision("gate", before.serving, newer, reason=reason)
     if before.copies:
         return _leave_shadow(before, release, situation, make)
     if not before.share:
@@ -210,7 +221,7 @@ def _go_forward(before: Decision, restored: ServedVersion, make: _Maker) -> Deci
 def _pass_gate(
     before: Decision, release: ReleaseConfig, situation: Situation, make: _Maker
 ) -> Decision | None:
-    """Compare the candidate's held-out accuracies with the serving version's."""
+    """Compare the candidate with the serving version on held-out sets."""
     candidate, serving = before.candidate, before.serving
     assert candidate is not None
     mine, theirs = (situation.scores.get(v.version, {}) for v in (candidate, serving))
@@ -220,23 +231,17 @@ def _pass_gate(
             return None
         names = ", ".join(missing)
         return make.hold(before, f"versions without held-out results: {names}", "data", {})
-    figures = {}
-    for name in release.gate:
-        figures[f"candidate_{name}"] = mine[name]
-        figures[f"serving_{name}"] = theirs[name]
-    failed = [
-        f"{name} is {mine[name]:.3f}; the serving version has {theirs[name]:.3f}, margin {margin:g}"
-        for name, margin in sorted(release.gate.items())
-        if mine[name] < theirs[name] - margin
-    ]
-    if failed:
-        return make.decision(
-            "rollback",
-            serving,
-            candidate,
-            reason=f"evaluation gate: {'; '.join(failed)}",
-            evidence=figures,
-        )
+    findings, figures = compare_sets(release, mine, theirs), {}
+    for one in findings:
+        figures[f"candidate_{one.name}"] = one.candidate
+        figures[f"serving_{one.name}"] = one.serving
+        figures[f"log_evidence_gate_{one.name}"] = one.log_evidence
+    if failed := [one.words for one in findings if one.failed]:
+        reason = f"evaluation gate: {'; '.join(failed)}"
+        return make.decision("rollback", serving, candidate, reason=reason, evidence=figures)
+    if undecided := [one.words for one in findings if one.below]:
+        reason = f"evaluation gate, undecided: {'; '.join(undecided)}"
+        return make.hold(before, reason, "data", figures)
     if release.shadow:
         return make.shadow(before, release.shadow_share, "passed the evaluation gate", figures)
     return make.canary(before, release.stages[0], "passed the evaluation gate", figures)

@@ -13,10 +13,10 @@ from deltawire.envs import TaskSource, open_tasks
 from deltawire.envs.mixture import MixtureTasks
 from deltawire.errors import InputError
 from deltawire.estimates import OffPolicyEstimate
-from deltawire.events import Controlled, Evaluated, HeldoutScore
+from deltawire.events import MOST_RESULTS, Controlled, Evaluated, HeldoutScore
 from deltawire.rl.budget.decision import BudgetHistory
 from deltawire.rl.evaluate.budget_curve import area_of, measure_budgets
-from deltawire.rl.evaluate.setting_scores import measure_settings, published_bytes
+from deltawire.rl.evaluate.setting_scores import measure_settings, published_bytes, shares_correct
 from deltawire.rl.rollout.episode import play_tasks
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy, swap
@@ -43,12 +43,14 @@ async def measure(
     progress: Callable[[str], None] = lambda _: None,
     *,
     tasks: TaskSource | None = None,
+    most_results: int = MOST_RESULTS,
 ) -> HeldoutScore:
     """Solves every held-out problem of ``tasks`` (the run's), ``samples`` times at the rollout's
     temperature and once greedy.
 
     ``progress`` is called after every engine step. Episodes that fail count neither as correct nor
-    as wrong; raises `InputError` if all of them fail.
+    as wrong; raises `InputError` if all of them fail. The results of the first ``most_results``
+    problems are kept one by one.
     """
     rollout, samples = config.rollout, config.evaluate.samples
     limits = EpisodeLimits.of(rollout)
@@ -66,19 +68,20 @@ async def measure(
             concurrent=rollout.concurrent or served.engine.slots,
             after_step=lambda: progress("evaluate"),
         )
-        completed = [episode for episode in episodes if not episode.cause]
-        if not completed:
+        if all(episode.cause for episode in episodes):
             raise InputError(f"every held-out episode failed: {episodes[0].cause}")
-        return completed
+        return episodes
 
-    sampled = await solve(rollout.temperature, samples)
-    greedy = await solve(0.0, 1)
+    played = await solve(rollout.temperature, samples)
+    sampled = [episode for episode in played if not episode.cause]
+    greedy = [episode for episode in await solve(0.0, 1) if not episode.cause]
     return HeldoutScore(
         accuracy=fmean(episode.solved for episode in sampled),
         greedy=fmean(episode.solved for episode in greedy),
         reward=fmean(episode.trajectory.reward for episode in sampled),
         samples=samples,
         problems=len(problems),
+        correct=shares_correct(played, samples)[:most_results],
     )
 
 
@@ -89,9 +92,11 @@ async def measure_all(
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[HeldoutScore, dict[str, HeldoutScore]]:
     """Measures the run's own held-out problems, and each named set."""
-    whole = await measure(served, config, progress)
+    most = MOST_RESULTS // (1 + len(sets))
+    whole = await measure(served, config, progress, most_results=most)
     return whole, {
-        name: await measure(served, config, progress, tasks=tasks) for name, tasks in sets.items()
+        name: await measure(served, config, progress, tasks=tasks, most_results=most)
+        for name, tasks in sets.items()
     }
 
 
@@ -261,6 +266,7 @@ class _HeldoutFollower:
                 problems=whole.problems,
                 seconds=ended - began,
                 reward=whole.reward,
+                correct=whole.correct,
                 sets=named,
                 budgets=curve,
                 area=area_of(curve),

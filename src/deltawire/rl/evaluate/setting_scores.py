@@ -8,7 +8,7 @@ were published since the evaluation before.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -20,7 +20,7 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.estimates import BudgetSetting, SettingScore
 from deltawire.rl.budget.limits import BudgetLimits, Place
 from deltawire.rl.rollout.episode import play_tasks
-from deltawire.rl.rollout.episode_types import EpisodeLimits, with_setting
+from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits, with_setting
 from deltawire.rl.rollout.policy_server import ServedPolicy
 from deltawire.store import Bucket
 from deltawire.sync import read_manifest
@@ -131,19 +131,25 @@ async def _score(
         raise InputError(
             f"every held-out episode with scaffold {scaffold} failed: {episodes[0].cause}"
         )
-    correct = []
-    for number in range(len(problems)):
-        answers = episodes[number * samples : (number + 1) * samples]
-        solved = [episode.solved for episode in answers if not episode.cause]
-        correct.append(round(fmean(solved), 4) if solved else -1.0)
     drawn = sum(int(t.mask_T.sum()) for episode in completed for t in episode.trajectories)
     return SettingScore(
         thinking=budget,
         scaffold=scaffold,
-        correct=correct,
+        correct=shares_correct(episodes, samples),
         tokens=drawn / len(completed),
         seconds=tasks.seconds / len(episodes),
     )
+
+
+def shares_correct(episodes: Sequence[Episode], samples: int) -> list[float]:
+    """Returns the share of correct answers to each problem, of ``samples`` episodes one after
+    another; -1 for a problem whose episodes all failed."""
+    found = []
+    for begin in range(0, len(episodes), samples):
+        answers = episodes[begin : begin + samples]
+        solved = [episode.solved for episode in answers if not episode.cause]
+        found.append(round(fmean(solved), 4) if solved else -1.0)
+    return found
 
 
 def published_bytes(bucket: Bucket, run: Run, first: int, last: int) -> float:

@@ -15,6 +15,7 @@ from deltawire.live.release.next_decision import (
     next_candidate,
 )
 from deltawire.live.release.outcomes import METRIC, SettledAnswer
+from deltawire.live.release.paired_gate import SetScore
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import open_bucket
 from deltawire.wire import keys
@@ -27,7 +28,11 @@ OLD, NEW, NEXT = (ServedVersion(n, f"{n:032x}") for n in (3, 5, 6))
 RELEASE = ReleaseConfig(
     stages=[0.25, 0.5], stage_outcomes=40, max_outcomes=4000, guardrails={"slow": 0.02}
 )
-EVEN = {3: {"accuracy": 0.5}, 5: {"accuracy": 0.5}, 6: {"accuracy": 0.5}}
+EVEN = {
+    3: {"accuracy": SetScore(0.5)},
+    5: {"accuracy": SetScore(0.5)},
+    6: {"accuracy": SetScore(0.5)},
+}
 
 
 def outcomes(count, *, share=0.5, mine=0.6, theirs=0.6, slow=0.0, seed=0, on=None):
@@ -130,7 +135,10 @@ def test_an_undecided_canary_is_held_and_goes_on_with_more_data():
 
 def test_the_gate_compares_every_suite_and_waits_for_missing_ones():
     release = msgspec.structs.replace(RELEASE, gate={"accuracy": 0.02, "hard": 0.05})
-    scores = {3: {"accuracy": 0.5, "hard": 0.5}, 5: {"accuracy": 0.6, "hard": 0.44}}
+    scores = {
+        3: {"accuracy": SetScore(0.5), "hard": SetScore(0.5)},
+        5: {"accuracy": SetScore(0.6), "hard": SetScore(0.44)},
+    }
     series = series_of()
     step(series, newest=OLD)
     assert next_candidate(series, release, newest=5, scores=EVEN, now=1e9) is None

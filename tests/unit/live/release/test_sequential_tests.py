@@ -152,7 +152,10 @@ def test_the_sample_ratio_alarms_rarely_without_a_mismatch():
 
 def test_the_error_rate_is_spent_once():
     budget = error_budget(ReleaseConfig())
-    assert budget.rollback + len(DEFAULT_GUARDRAILS) * budget.guardrail == pytest.approx(0.05)
+    spent = budget.gate + budget.rollback + len(DEFAULT_GUARDRAILS) * budget.guardrail
+    assert spent == pytest.approx(0.05)
+    sets = error_budget(ReleaseConfig(gate={"accuracy": 0.02, "hard": 0.02}))
+    assert 2 * sets.gate == pytest.approx(budget.gate)
     assert budget.promotion == 0.05
-    alone = error_budget(ReleaseConfig(guardrails={}))
-    assert alone.rollback == 0.05
+    alone = error_budget(ReleaseConfig(guardrails={}, gate={}))
+    assert (alone.rollback, alone.gate) == (0.05, 0.0)

@@ -8,6 +8,7 @@ from deltawire.config.release import ReleaseConfig
 from deltawire.dashboard.release import release_of
 from deltawire.live.release.evidence import error_budget
 from deltawire.live.release.next_decision import Situation, decide_by_hand, decide_next
+from deltawire.live.release.paired_gate import SetScore
 from deltawire.live.release.sequential_tests import ArmDifference, log_evidence_path, log_threshold
 from deltawire.live.release.shadow_evidence import read_shadow, shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
@@ -26,7 +27,7 @@ RELEASE = ReleaseConfig(
     shadow_share=0.5,
     gate_wait_s=1000.0,
 )
-EVEN = {3: {"accuracy": 0.5}, 5: {"accuracy": 0.5}}
+EVEN = {3: {"accuracy": SetScore(0.5)}, 5: {"accuracy": SetScore(0.5)}}
 
 
 def counts(copies=200, **changes):
@@ -103,7 +104,8 @@ def test_the_error_rate_is_spent_once():
     """Each guardrail has a test on copies and one in the canary: half of α in all."""
     budget = error_budget(RELEASE)
     assert budget.shadow == budget.guardrail
-    assert budget.rollback + 3 * (budget.shadow + budget.guardrail) == pytest.approx(0.05)
+    spent = budget.gate + budget.rollback + 3 * (budget.shadow + budget.guardrail)
+    assert spent == pytest.approx(0.05)
     without = error_budget(msgspec.structs.replace(RELEASE, shadow=0))
     assert without.shadow == 0
     assert without.guardrail == pytest.approx(2 * budget.guardrail)
