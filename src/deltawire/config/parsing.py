@@ -397,7 +397,7 @@ def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
     if not raw:
         raise InputError(
             "this run holds only weights: deltawire run did not create it",
-            hint="use log, status, pull, relay, gateway, export or fsck",
+            hint="use log, status, pull, relay, gateway, replica, export or fsck",
             run=url,
         )
     if isinstance(train := raw.get("train"), dict):

@@ -166,12 +166,18 @@ class Process:
 
 
 def open_run(
-    bucket: Bucket, *, wait_s: float = 0.0, stopping: Callable[[], bool] = lambda: False
+    bucket: Bucket,
+    *,
+    wait_s: float = 0.0,
+    stopping: Callable[[], bool] = lambda: False,
+    weights_only: Callable[[Bucket, Run], RunConfig] | None = None,
 ) -> tuple[Run, RunConfig]:
     """Returns the run in a bucket and its configuration, with the settings that its trainer
     changed.
 
     Waits up to ``wait_s`` for the run to appear; raises `InputError` if there is none.
+    ``weights_only`` gives the configuration of a run that carries none; without it such a run is
+    refused.
     """
     deadline = time.monotonic() + wait_s
     while (run := find_run(bucket)) is None:
@@ -182,6 +188,8 @@ def open_run(
                 run=bucket.url,
             )
         time.sleep(0.2)
+    if weights_only is not None and not run.config:
+        return run, weights_only(bucket, run)
     config = run_config(run.config, url=bucket.url)
     status = known_trainer(bucket)
     settings = {} if status is None else status.settings

@@ -28,6 +28,7 @@ from deltawire.chat.openai.endpoint import Endpoint, Policy
 from deltawire.chat.requests import RequestSettings
 from deltawire.config import RunConfig
 from deltawire.errors import InputError
+from deltawire.export.weights_only import settings_of_weights
 from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_policy
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.sync import Follower
@@ -141,9 +142,15 @@ class EmbeddedReplica:
 def open_replica(process: Process, *, token: str, hold: bool = False) -> EmbeddedReplica:
     """Opens a run's newest version; with ``hold`` it stays there until a gateway asks for another.
 
-    Raises `InputError` if the run has no version, or the engine cannot serve it.
+    The run may hold only weights, as `open_publisher` and ``deltawire publish`` make it. Raises
+    `InputError` if it has no version, or the engine cannot serve it.
     """
-    run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    run, config = open_run(
+        process.bucket,
+        wait_s=RUN_PATIENCE_S,
+        stopping=process.is_stopping,
+        weights_only=settings_of_weights,
+    )
     seed = int.from_bytes(process.nonce.encode()[:6], "little") ^ config.seed
     served, steps = serve_policy(
         process, run, config, engine="transformers", seed=seed, stepwise=True
