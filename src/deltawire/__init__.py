@@ -1,7 +1,8 @@
 """Reinforcement-learning post-training of language models over an object-store bucket.
 
 `open_publisher` and `tensors_of` publish the weights of any trainer from here, with the `Publisher`
-that the first returns. They are loaded at first use: the command line needs neither.
+that the first returns and the `PublisherOptions` that it takes. They are loaded at first use: the
+command line needs none of them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltawire.export.tensors import tensors_of
+    from deltawire.sync.publish.options import PublisherOptions
     from deltawire.sync.publish.publisher import Publisher
     from deltawire.sync.publish.sources import open_publisher
 
 __version__ = "0.1.0"
-__all__ = ["Publisher", "__version__", "open_publisher", "tensors_of"]
+__all__ = ["Publisher", "PublisherOptions", "__version__", "open_publisher", "tensors_of"]
 
 _HOMES = {
     "Publisher": "deltawire.sync.publish.publisher",
+    "PublisherOptions": "deltawire.sync.publish.options",
     "open_publisher": "deltawire.sync.publish.sources",
     "tensors_of": "deltawire.export.tensors",
 }

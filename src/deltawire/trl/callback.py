@@ -11,14 +11,14 @@ Concurrency::
 from __future__ import annotations
 
 import logging
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 from transformers import TrainerCallback
 
 from deltawire.errors import InputError
 from deltawire.export.tensors import unwrapped
 from deltawire.sync.publish.commit import STEP_RECORD
-from deltawire.sync.publish.sources import check_options
+from deltawire.sync.publish.options import HookOptions, check_options
 from deltawire.trl.gathered import AdapterForm, GatheredWriter
 from deltawire.trl.ranks import RunWriter
 from deltawire.trl.sharded import ShardedWriter, check_shard_options
@@ -72,7 +72,7 @@ class Publish(TrainerCallback):
         adapter: AdapterForm = "merged",
         max_outage: float | None = None,
         retain: int = 0,
-        **options: Any,
+        **options: Unpack[HookOptions],
     ) -> None:
         if not isinstance(url, str):
             raise InputError(
@@ -95,7 +95,7 @@ class Publish(TrainerCallback):
         self.every = every
         self._dtype = dtype
         self._sharded = sharded
-        self._options = {"max_outage": max_outage, "retain": retain, **options}
+        self._options: dict[str, Any] = {"max_outage": max_outage, "retain": retain, **options}
         if adapter == "separate":
             self._options["adapter"] = adapter
         self._writer: RunWriter | None = None

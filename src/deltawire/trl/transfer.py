@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import aiohttp
 import torch
@@ -34,8 +34,9 @@ from deltawire.serving.replica import HeldVersion
 from deltawire.serving.vllm import VllmReplica
 from deltawire.store import RetryingBucket, open_bucket
 from deltawire.sync import find_run, newest_version, open_publisher
+from deltawire.sync.publish.options import TransferOptions, check_options
 from deltawire.sync.publish.publisher import Publisher
-from deltawire.sync.publish.sources import check_options, continue_publisher
+from deltawire.sync.publish.sources import continue_publisher
 
 ASK_AGAIN_S = 0.5
 """Seconds between two requests to a server that does not answer yet."""
@@ -78,7 +79,7 @@ class Transfer:
         server_key: str = "",
         timeout_s: float = 1800.0,
         max_outage: float | None = None,
-        **options: Any,
+        **options: Unpack[TransferOptions],
     ) -> None:
         if dtype not in ("bfloat16", "float16", "float32"):
             raise InputError(f"there is no dtype {dtype[:40]!r}", hint='for example "bfloat16"')
@@ -90,7 +91,7 @@ class Transfer:
         self._server_key = server_key
         self._timeout_s = timeout_s
         check_options(options)
-        self._options = {"max_outage": max_outage, **options}
+        self._options: dict[str, Any] = {"max_outage": max_outage, **options}
         self._publisher: Publisher | None = None
         self._skeleton: Any = None
         """The model without memory, which knows how its checkpoints name and stack tensors."""

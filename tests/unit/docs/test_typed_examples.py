@@ -57,11 +57,55 @@ def test_mypy_knows_the_types_of_the_public_names(example):
     assert "dict[str, torch._tensor.Tensor]" in done.stdout
 
 
+WRONG = """import deltawire
+from deltawire.trl import Publish
+
+deltawire.open_publisher("s3://bucket/run", {}, retian=3)
+deltawire.open_publisher("s3://bucket/run", {}, retain="three")
+Publish("s3://bucket/run", anchor_evry=3)
+Publish("s3://bucket/run", grace_s="soon")
+options: deltawire.PublisherOptions = {"max_outage": None, "threads": 2}
+deltawire.open_publisher("s3://bucket/run", {}, **options)
+"""
+"""Calls with a wrong option in lines 4 to 7, and a right one."""
+
+
+def test_mypy_sees_a_wrong_option(example):
+    wrong = example.with_name("options.py")
+    wrong.write_text(WRONG)
+    command = [sys.executable, "-m", "mypy", "--strict", str(wrong)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = re.findall(r"options\.py:(\d+): error", done.stdout)
+    assert sorted(set(found)) == ["4", "5", "6", "7"], done.stdout
+
+
+def test_pyright_sees_a_wrong_option(example):
+    program = shutil.which("pyright") or shutil.which("basedpyright")
+    if program is None:
+        pytest.skip("pyright is not installed")
+    wrong = example.with_name("options.py")
+    wrong.write_text(WRONG)
+    settings = {
+        "typeCheckingMode": "standard",
+        "extraPaths": [str(ROOT / "src")],
+        "include": [wrong.name],
+    }
+    (example.parent / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [program, "--pythonpath", sys.executable, "--project", str(example.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.findall(r"options\.py:(\d+):\d+ - error", done.stdout)
+    assert sorted(set(found)) == ["4", "5", "6", "7"], done.stdout
+
+
 def test_pyright_accepts_the_examples(example):
     program = shutil.which("pyright") or shutil.which("basedpyright")
     if program is None:
         pytest.skip("pyright is not installed")
-    settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT / "src")]}
+    settings = {
+        "typeCheckingMode": "strict",
+        "extraPaths": [str(ROOT / "src")],
+        "include": [example.name],
+    }
     (example.parent / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [program, "--pythonpath", sys.executable, "--project", str(example.parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
@@ -33,13 +32,11 @@ from deltawire.sync.publish.given_tensors import MemoryKey, check_names, memory_
 from deltawire.sync.publish.lazy_tensor import LazyTensor
 from deltawire.sync.publish.model_files import INDEX, other_files
 from deltawire.sync.publish.offload import offloaded_mirror, require_room
+from deltawire.sync.publish.options import PublisherOptions, check_options
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import ModelFile, Run, TensorSpec, chunk_for
 from deltawire.wire.seal import Signer
-
-SET_BY_OPENER = {"bucket", "run", "mirror", "epoch", "newest", "signer", "announce"}
-"""The parameters of `Publisher` that are derived here."""
 
 PART_ELEMENTS = 1 << 23
 """Elements of a lazy tensor that are read at a time."""
@@ -84,7 +81,7 @@ def open_publisher(
     signer: Signer | None = None,
     run_id: str = "",
     snapshot_dir: Path | str | None = None,
-    **options: Any,
+    **options: Unpack[PublisherOptions],
 ) -> Publisher:
     """Opens a publisher of models like ``tensors``: of the run in the bucket, or of a new one.
 
@@ -100,9 +97,9 @@ def open_publisher(
     version 0. ``run_id`` is a new run's id, random by default. With ``snapshot_dir`` the
     publisher's two copies of the model lie in files in that folder instead of memory; the files
     have no name and end with the process. Together with `LazyTensor` values, neither the weights
-    nor the copies need to fit into memory. ``options`` go to `Publisher`. Raises `InputError` if
-    the bucket holds a run of another model, for tensors that no engine could load, and for a folder
-    that is missing or too full.
+    nor the copies need to fit into memory. ``options`` go to `Publisher`; `PublisherOptions` lists
+    them, with their types. Raises `InputError` if the bucket holds a run of another model, for
+    tensors that no engine could load, and for a folder that is missing or too full.
 
     Example::
 
@@ -142,17 +139,6 @@ def open_publisher(
     return publisher
 
 
-def check_options(options: Mapping[str, Any], *, more: Collection[str] = ()) -> None:
-    """Raises `InputError` for an option that neither `Publisher` nor ``more`` has, before a run is
-    made. Those that its opener sets are refused too."""
-    known = set(inspect.signature(Publisher).parameters) - SET_BY_OPENER | set(more)
-    if unknown := sorted(options.keys() - known):
-        raise InputError(
-            f"there is no option {unknown[0][:60]!r} of a publisher",
-            hint=f"there are {', '.join(sorted(known))}",
-        )
-
-
 def _publish_first(
     publisher: Publisher, tensors: Mapping[str, Any], metadata: dict[str, Any] | None
 ) -> None:
@@ -169,7 +155,7 @@ def continue_publisher(
     *,
     signer: Signer | None = None,
     snapshot_dir: Path | str | None = None,
-    **options: Any,
+    **options: Unpack[PublisherOptions],
 ) -> Publisher:
     """Opens a publisher of the run in the bucket, from its newest version, with the next epoch.
 
@@ -187,7 +173,7 @@ def _continued(
     newest: Manifest | None,
     signer: Signer | None,
     snapshot_dir: Path | str | None,
-    options: dict[str, Any],
+    options: PublisherOptions,
 ) -> Publisher:
     """Opens a publisher that continues a run from its newest version, if it has one."""
     empty = empty_mirror(run) if snapshot_dir is None else offloaded_mirror(run, snapshot_dir)
