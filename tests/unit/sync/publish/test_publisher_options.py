@@ -10,7 +10,7 @@ from deltawire.sync.publish.options import HookOptions, PublisherOptions, check_
 from deltawire.trl.sharded import check_shard_options
 
 OPENED = {"bucket", "run", "mirror", "epoch", "newest", "signer", "announce", "return"}
-"""What `open_publisher` derives or declares itself."""
+"""The parameters that `open_publisher` derives or declares itself."""
 
 
 def test_the_options_of_open_publisher_are_those_of_publishers_with_their_types():
