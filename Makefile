@@ -5,6 +5,8 @@
 # make drills         kills, cuts off and damages runs; DRILLS=5 does each drill five times, and
 #                     SHORT=1 leaves out those that start several jobs one after another, and
 #                     keeps the examples of property tests
+# make check-protocol explores commits, retention and readers in every order of their steps, and
+#                     refutes protocols without one of the rules; ONLY="retention" takes a part
 # make test-engines   follows runs with vLLM, for every family of models, on one rank and on two
 # make docs           builds the documents as a site, in build/site
 # make dist           builds the source archive and a wheel, and tests it in an empty environment
@@ -21,7 +23,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 # Tests that start processes wait a third of their time, so two cores keep three of them busy.
 PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder --strict-skips
 
-.PHONY: setup demo real real-model live test drills test-engines engines lint format bench docs dist fuzz targets lock newest clean
+.PHONY: setup demo real real-model live test drills check-protocol test-engines engines lint format bench docs dist fuzz targets lock newest clean
 
 setup: .venv/.ready
 
@@ -80,6 +82,9 @@ dist: setup
 
 fuzz:
 	@$(MAKE) -C native/fuzz -j2 run SECONDS=$(or $(SECONDS),600)
+
+check-protocol: setup
+	$(BIN)/python scripts/check_protocol.py --only '$(ONLY)'
 
 mutate: setup
 	$(BIN)/python scripts/mutate.py $(CLAIMS)

@@ -23,7 +23,7 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, FencedError, InputError, RetryError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, check_create_if_absent
-from deltawire.sync.chain.evidence import Sound, Unknown, evidence_of
+from deltawire.sync.chain.evidence import Sound, Unknown, evidence_of, require_evidence
 from deltawire.sync.chain.objects import (
     check_signer,
     check_size,
@@ -271,11 +271,16 @@ class VersionWriter:
     def check_head(self) -> None:
         """Checks once that the run's manifest at the baseline's version is what this writer holds.
 
-        Raises `FencedError` if it is not, or if a later epoch wrote it.
+        Raises `FencedError` if it is not, or if a later epoch wrote it, and `UnreadableError` if
+        that is unknown: one bad answer must not end the only writer.
         """
         if self.first or self.head_checked:
             return
-        head = read_manifest(self.bucket, self.run, self.baseline.version)
+        version = self.baseline.version
+        read = partial(read_manifest, self.bucket, self.run, version)
+        head = require_evidence(
+            self.bucket, keys.manifest(version), read, so="nothing was published"
+        )
         if head is None or head.digest != self.baseline.digest.hex() or head.epoch > self.epoch:
             raise FencedError(
                 "this publisher's base is not a version of the run",

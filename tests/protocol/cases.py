@@ -1,0 +1,163 @@
+"""Lists what `make check-protocol` explores: the worlds with their bounds, and broken protocols.
+
+Each invariant has at least one broken protocol, the code with one of its rules taken out, that
+must be refuted: an exploration that refutes nothing proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import worlds
+from exploring import Bounds, Found, World, explore
+from stepping import ScriptedBucket
+
+from deltawire.sync.chain import gc_intents, retention
+from deltawire.sync.publish import commit
+from deltawire.sync.publish.publisher import Publisher
+
+NO_ANSWER = frozenset({"lost", "late"})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A world within bounds; ``small`` ones are explored by `make test` too."""
+
+    name: str
+    make: Callable[[], World]
+    bounds: Bounds
+    small: bool = False
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A protocol without one rule: ``fault`` is a part of what the explorer must find."""
+
+    name: str
+    make: Callable[[], World]
+    bounds: Bounds
+    fault: str
+    patches: tuple[Any, ...] = field(default=())
+    small: bool = True
+
+
+def _writers(*values: list[int], **more: Any) -> Callable[[], World]:
+    return partial(worlds.commits, values=values, **more)
+
+
+_deletions = worlds.deletions
+_read = partial(worlds.deletions, reading=True)
+
+CASES = [
+    Case("one writer", _writers([11, 21]), Bounds(1), small=True),
+    Case("two writers", _writers([11], [12]), Bounds(1), small=True),
+    Case("two writers, two versions", _writers([11, 21], [12, 22]), Bounds(1)),
+    Case("three writers", _writers([11], [12], [13]), Bounds(), small=True),
+    Case("two writers, a reader", _writers([11], [12], reading=2), Bounds(), small=True),
+    Case("one writer, two faults", _writers([11, 21]), Bounds(2)),
+    Case("two writers, two faults", _writers([11], [12]), Bounds(2)),
+    Case("three writers, two versions", _writers([11, 21], [12, 22], [13, 23]), Bounds(1)),
+    Case("three writers, a reader", _writers([11], [12], [13], reading=1), Bounds(1)),
+    Case("two writers, one that restarts", _writers([11], [12], restart=True), Bounds(1)),
+    Case("retention, a writer", _deletions, Bounds(), small=True),
+    Case("retention, a writer, no answer", _deletions, Bounds(1, kinds=NO_ANSWER)),
+    Case("retention, a writer, a reader", _read, Bounds()),
+]
+
+
+def _overwrites(self: ScriptedBucket, key: str, data: bytes) -> bool:
+    self.ask("put", key, bytes(data))
+    return True
+
+
+def _settled(self: Publisher) -> None:
+    self._unanswered = None
+
+
+def _read_as_it_comes(_bucket: Any, _key: str, read: Callable[[], Any], **_: Any) -> Any:
+    return read()
+
+
+def _read_once(self: Any) -> set[str]:
+    if not self._updated:
+        return _UPDATE(self)
+    return self._found
+
+
+_UPDATE = retention._References.update
+
+_two = _writers([11], [12])
+_seen = _writers([11], [12], reading=1, readers_only=True)
+_patch = mock.patch.object
+
+
+def _always(value: Any) -> Any:
+    """An attribute that keeps one value, whatever is assigned."""
+    return property(lambda _: value, lambda *_: None)
+
+
+BROKEN = [
+    Broken(
+        "a store that overwrites on create", _two, Bounds(), "was replaced",
+        (_patch(ScriptedBucket, "create", _overwrites),),
+    ),
+    Broken(
+        "a store that overwrites on create, seen by a reader", _seen, Bounds(),
+        "that no manifest names", (_patch(ScriptedBucket, "create", _overwrites),),
+    ),
+    Broken(
+        "a writer that takes any manifest for its own", _two, Bounds(), "which is not its own",
+        (_patch(Publisher, "_check_mine", lambda *_: None),),
+    ),
+    Broken(
+        "a writer that takes one answer for the truth", _writers([11]), Bounds(1),
+        "nobody else wrote", (_patch(commit, "require_evidence", _read_as_it_comes),),
+    ),
+    Broken(
+        "a writer that goes on after it was fenced", _two, Bounds(), "although it was fenced",
+        (
+            _patch(Publisher, "flush", lambda self: self._commits.wait()),
+            _patch(Publisher, "settle", _settled),
+            _patch(Publisher, "_fenced", _always(None), create=True),
+        ),
+    ),
+    Broken(
+        "a writer that does not wait for intents", _deletions, Bounds(), "was deleted",
+        (_patch(gc_intents, "_wait_for", lambda *_: None),),
+    ),
+    Broken(
+        "retention that does not read manifests again", _deletions, Bounds(), "was deleted",
+        (_patch(retention._References, "update", _read_once),),
+    ),
+    Broken(
+        "an intent that goes although a deletion got no answer", _deletions,
+        Bounds(1, kinds=NO_ANSWER), "was deleted",
+        (_patch(gc_intents._Deletions, "all_answered", _always(True), create=True),),
+        small=False,
+    ),
+]  # fmt: skip
+
+
+@contextmanager
+def broken(case: Broken) -> Iterator[None]:
+    """Takes the rule out of the code."""
+    with ExitStack() as stack:
+        for one in case.patches:
+            stack.enter_context(one)
+        yield
+
+
+def check(case: Case) -> Found:
+    """Explores a case."""
+    return explore(case.make(), case.bounds)
+
+
+def refute(case: Broken) -> Found:
+    """Explores a broken protocol, without reductions: so its trace is a shortest one."""
+    with broken(case):
+        return explore(case.make(), case.bounds, reduced=False)
