@@ -22,6 +22,7 @@ def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         _add_budget,
         _add_scale,
         _add_hops,
+        _add_branches,
     ):
         add(benches)
 
@@ -243,6 +244,15 @@ def _add_scale(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         seed="the seed of the weights",
         repeats=1,
         repeated="rounds of commit and fetch that medians are taken over",
+    )
+
+
+def _add_branches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    _add_keys(
+        benches,
+        "branches",
+        "tools over the versions of a run",
+        seed="the seed of the simulated tests",
     )
 
 

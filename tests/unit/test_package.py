@@ -238,6 +238,7 @@ FLAGS = {
         "--json",
     },
     "plan": TRUST | {"--rates", "--what-if", "--simulate", "--seed", "--plot", "--json"},
+    "bisect": TRUST | {"--good", "--bad", "--noisy", "--error", "--questions", "--state", "--json"},
     "replay": TRUST | {"--from", "--to", "--dump", "--out", "--json"},
     "status": TRUST | {"--watch", "--every", "--json", "--window"},
     "budget": TRUST | {"--json"},

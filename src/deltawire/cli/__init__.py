@@ -45,6 +45,7 @@ GROUPS = {
         "fsck",
         "replay",
     ),
+    "versions of a run": ("bisect",),
     "plan and measure": (
         "plan",
         "shapes",

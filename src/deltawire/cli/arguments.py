@@ -60,6 +60,18 @@ def add_run_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_URL", help=f"the run's bucket: {BUCKET}")
 
 
+def split_version(arguments: argparse.Namespace) -> None:
+    """Sets ``run`` and ``version`` of a command that takes ``RUN@V`` or ``--version``; raises
+    `InputError` for both."""
+    from deltawire.launch.branches.version_names import VersionName
+
+    location, version = VersionName.parse(arguments.run)
+    if version is not None and arguments.version is not None:
+        raise InputError("RUN@V and --version exclude each other", hint="give one of them")
+    arguments.run = location
+    arguments.version = arguments.version if version is None else version
+
+
 def add_precision(parser: argparse.ArgumentParser) -> None:
     """Declares ``--precision``."""
     parser.add_argument(

@@ -14,5 +14,7 @@ FLAGGED = 6
 """``probes`` shows a reward that came apart from a probe."""
 UNFIT = 8
 """``doctor`` found a problem."""
+UNDECIDED = 11
+"""``bisect`` found no version that is certain enough."""
 UNKNOWN_USER = 9
 """``forget`` and ``live export`` found nothing under the name that they were given."""

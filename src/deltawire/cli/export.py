@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deltawire.cli.arguments import add_json, add_run_url, add_trust, at_least, trust_of
+from deltawire.cli.arguments import (
+    add_json,
+    add_run_url,
+    add_trust,
+    at_least,
+    split_version,
+    trust_of,
+)
 from deltawire.errors import InputError
 
 
@@ -39,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.store import MeteredBucket
     from deltawire.sync import newest_version, read_run
 
+    split_version(arguments)
     with bars(hidden=arguments.json) as bar:
         bucket = MeteredBucket(
             open_trusted(arguments.run, trust_of(arguments)), lambda read, _: bar.advance(read)

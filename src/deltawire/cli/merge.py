@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deltawire.cli.arguments import add_json, add_run_url, add_trust, at_least, share, trust_of
+from deltawire.cli.arguments import (
+    add_json,
+    add_run_url,
+    add_trust,
+    at_least,
+    share,
+    split_version,
+    trust_of,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the merged model."""
     from deltawire.launch.adapters import merge_run
 
+    split_version(arguments)
     merge_run(
         arguments.run,
         Path(arguments.directory),

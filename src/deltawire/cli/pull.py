@@ -13,6 +13,7 @@ from deltawire.cli.arguments import (
     add_trust,
     at_least,
     location_of,
+    split_version,
     trust_of,
 )
 from deltawire.errors import InputError
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.launch.adapters import pull_adapter
     from deltawire.launch.pull import pull_directory
 
+    split_version(arguments)
     if arguments.adapter:
         if arguments.verify:
             raise InputError("--adapter and --verify exclude each other")

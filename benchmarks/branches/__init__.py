@@ -1,0 +1,1 @@
+"""Benchmarks of the tools over the versions of a run."""

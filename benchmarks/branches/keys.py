@@ -1,0 +1,25 @@
+"""The keys of ``deltawire bench branches``, measured as `benchmarks.training.keys` describes.
+
+To add a key: one module of this folder with ``measure(options) -> Measured``, one line in `KEYS`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from benchmarks.training.keys import Key
+
+PACKAGE: Final = "benchmarks.branches"
+
+KEYS: Final[dict[str, Key]] = {
+    "bisect_wrong": Key(
+        "noisy_bisection", "<=", 0.072, "wrong results of 400 culprits, pass rates .8 and .5"
+    ),
+    "bisect_questions_ratio": Key(
+        "noisy_bisection", "<=", 0.5, "questions over those of fixed repetitions, as seldom wrong"
+    ),
+    "bisect_named_without_culprit": Key(
+        "noisy_bisection", "<=", 0.05, "culprits named where there is none, worse of two worlds"
+    ),
+}
+"""Every key, in the order of the table."""

@@ -1,0 +1,1 @@
+"""Tools over the versions of a run: find the one that broke something."""

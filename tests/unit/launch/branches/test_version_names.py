@@ -1,0 +1,58 @@
+"""``RUN@V``: a run and one of its versions."""
+
+import pytest
+
+from deltawire.cli.main import main
+from deltawire.errors import InputError
+from deltawire.launch.branches.version_names import VersionName
+from deltawire.store import open_bucket
+from deltawire.sync import read_run
+from deltawire.testing.tiny import start_publisher, start_run, weights
+
+
+@pytest.mark.parametrize(
+    ("text", "location", "version"),
+    [
+        ("runs/a@12", "runs/a", 12),
+        ("s3://bucket/run@0", "s3://bucket/run", 0),
+        ("s3://bucket/run", "s3://bucket/run", None),
+        ("runs/a@b@7", "runs/a@b", 7),
+        ("runs/a@7/lines/x", "runs/a@7/lines/x", None),
+        ("@7", "@7", None),
+        ("a@", "a@", None),
+    ],
+)
+def test_the_last_number_is_the_version(text, location, version):
+    assert VersionName.parse(text) == (location, version)
+
+
+def test_a_folder_whose_name_ends_in_a_number_is_a_run(tmp_path):
+    folder = tmp_path / "run@3"
+    folder.mkdir()
+    assert VersionName.parse(str(folder)) == (str(folder), None)
+    assert VersionName.parse(f"{folder}@4") == (str(folder), 4)
+
+
+def test_without_a_number_the_newest_version_is_meant():
+    bucket = open_bucket("memory://")
+    start_run(bucket)
+    run = read_run(bucket)
+    with pytest.raises(InputError, match="no version yet"):
+        VersionName("", None).number(bucket, run)
+    with start_publisher(bucket) as publisher:
+        publisher.publish(weights(0))
+        publisher.publish(weights(1))
+    assert VersionName("", None).number(bucket, run) == 1
+    assert VersionName("", 0).number(bucket, run) == 0
+
+
+def test_a_version_is_given_once(tmp_path, capsys):
+    bucket = open_bucket(str(tmp_path / "run"), create=True)
+    with start_publisher(bucket) as publisher:
+        for version in range(3):
+            publisher.publish(weights(version))
+            publisher.flush()
+    assert main(["pull", f"{bucket.url}@1", str(tmp_path / "model")]) == 0
+    assert (tmp_path / "model").readlink().name == "0000000001"
+    assert main(["pull", f"{bucket.url}@1", str(tmp_path / "model"), "--version", "1"]) == 2
+    assert "exclude each other" in capsys.readouterr().err
