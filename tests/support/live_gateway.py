@@ -40,7 +40,8 @@ class TokenReplica(FakeVllm):
     """Answers chats with `WORDS`, whose tokens are 100, 101, … and log-probabilities -0.5.
 
     ``mode``: ``tokens`` states them if asked; ``no tokens`` never does; ``break`` dies in
-    mid-stream; ``error`` answers 400, ``fail`` 500; ``calls`` makes a tool call. ``swap_to`` loads
+    mid-stream; ``error`` answers 400, ``fail`` 500; ``hang`` never answers, ``stall`` stops after
+    the first word; ``calls`` makes a tool call. ``swap_to`` loads
     a version while it answers. ``seen`` are the requests. ``says`` are more members of a whole
     answer's message, ``draws`` are the texts of its tokens, ``prompt_text`` is that of its prompt.
     """
@@ -58,6 +59,8 @@ class TokenReplica(FakeVllm):
             return web.json_response({"error": {"message": "no"}}, status=400)
         if self.mode == "fail":
             return web.json_response({"error": {"message": "out of memory"}}, status=500)
+        if self.mode == "hang":
+            await asyncio.Event().wait()
         if self.swap_to is not None:
             from deltawire.sync import load_mirror
 
@@ -85,6 +88,8 @@ class TokenReplica(FakeVllm):
             for index in range(count):
                 last = place == len(WORDS) - 1
                 await send(index, {"content": word}, "stop" if last else None, place)
+            if self.mode == "stall":
+                await asyncio.Event().wait()
             if self.mode == "break":
                 request.transport.abort()
                 return answer

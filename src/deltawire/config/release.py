@@ -13,6 +13,7 @@ _Margin = Annotated[float, Meta(ge=0, lt=1)]
 DEFAULT_STAGES = [0.01, 0.05, 0.25, 0.5]
 Guardrail = Literal[
     "error",
+    "left",
     "slow",
     "broken_call",
     "cut_off",
@@ -25,6 +26,7 @@ Guardrail = Literal[
 ]
 DEFAULT_GUARDRAILS: dict[Guardrail, float] = {
     "error": 0.01,
+    "left": 0.02,
     "slow": 0.02,
     "broken_call": 0.01,
     "cut_off": 0.02,
@@ -35,7 +37,8 @@ DEFAULT_GUARDRAILS: dict[Guardrail, float] = {
     "hedging": 0.05,
     "repetition": 0.01,
 }
-"""Share of answers that a candidate may add to each: failed, slow, with a broken tool call, cut off
+"""Share of answers that a candidate may add to each: failed or not ended in time, left by their
+client before the end, slow, with a broken tool call, cut off
 at the token limit, long, or without feedback; and those that a reward may not see: refusals,
 questions in place of work, hedging, repetition (`deltawire.live.capture.marks`)."""
 

@@ -32,8 +32,12 @@ for a signal that a detector found."""
 KINDS = ("accept", "reject", "thumbs", "score", "edit_distance", "kept_share")
 Source = Literal["client", "webhook", "detector"]
 Mark = Literal["refusal", "question", "hedging", "repetition"]
-FAILED = "error"
-"""The ``finish`` of an answer that a replica failed to give."""
+FAILED, LEFT, TIMED_OUT = "error", "left", "timeout"
+"""The ``finish`` of an answer that a replica failed to give, of one whose client left before its
+end, and of one that had not ended when its outcome was due."""
+ENDED_EARLY = frozenset({FAILED, LEFT, TIMED_OUT})
+NOT_STORED = "the user did not agree to its storing"
+"""Why an answer is unusable of which only what judges its arm is stored."""
 _Name = Annotated[str, Meta(max_length=MAX_TEXT)]
 _Finite = Annotated[float, Meta(ge=-1e9, le=1e9)]
 
@@ -44,11 +48,13 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``prompt`` and ``tokens`` are int32, ``logprobs`` (nats, of the full distribution at
     ``temperature``) float32, little-endian, as the engine stated them; ``spans`` are the versions
     that drew the tokens. An ``unusable`` answer says why it cannot be trained on, and then has no
-    tokens; if ``finish`` is `FAILED`, the replica gave no answer. ``marks`` are properties of the
-    text (`deltawire.live.capture.marks`). ``task`` names the kind of request where the product
-    knows it, ``cohort`` the group of users that the product puts this one in. ``first_s`` and
-    ``total_s`` are the seconds until the first token and until the end. ``text`` is the redacted
-    conversation as JSON, empty unless the deployment keeps it. ``receipt`` is the sealed receipt.
+    tokens; those that ended early have a ``finish`` of `ENDED_EARLY`. Of an answer that may not be
+    stored, `NOT_STORED`, only what judges its arm is here: user, arm, propensity, versions, times
+    and ``finish``. ``marks`` are properties of the text (`deltawire.live.capture.marks`). ``task``
+    names the kind of request where the product knows it, ``cohort`` the group of users that the
+    product puts this one in. ``first_s`` and ``total_s`` are the seconds until the first token and
+    until the end. ``text`` is the redacted conversation as JSON, empty unless the deployment keeps
+    it. ``receipt`` is the sealed receipt.
     """
 
     answer: Identity
@@ -77,6 +83,16 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     broken_calls: int = 0
     marks: Annotated[list[Mark], Meta(max_length=16)] = []
     text: bytes = b""
+
+    @property
+    def asked_at(self) -> float:
+        """When the request came, in seconds since 1970."""
+        return self.at - self.total_s
+
+    @property
+    def judged_only(self) -> bool:
+        """Whether the answer may not be stored, so that the row only judges its arm."""
+        return self.unusable == NOT_STORED
 
     @property
     def prompt_ids(self) -> NDArray[np.int32]:

@@ -142,7 +142,7 @@ class FeedbackIntake:
         stored: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._under_way[name] = stored
         self._identities.add(name, content)
-        self._spool.append(encode_row(row), settler(stored))
+        self._spool.append(encode_row(_kept(row)), settler(stored))
         return await asyncio.shield(asyncio.ensure_future(self._finish(name, row.id, stored)))
 
     async def _finish(self, name: str, given: str, stored: asyncio.Future[bool]) -> Taken:
@@ -207,6 +207,15 @@ def _feedback(report: Report, receipt: Receipt, source: Source) -> Feedback:
         return row
     name = f"auto-{blake3(_content(row, report)).hexdigest()[:32]}"
     return msgspec.structs.replace(row, id=name)  # Equal reports without an id are one.
+
+
+def _kept(row: Feedback) -> Feedback:
+    """Returns what is stored of a report. Of one about an answer that may not be stored that is
+    neither the note nor the client's id, which may be any text, nor the conversation."""
+    if row.recorded:
+        return row
+    name = blake3(f"{row.answer}\0{row.id}".encode()).hexdigest()[:32]
+    return msgspec.structs.replace(row, id=f"hidden-{name}", conversation=row.answer, note="")
 
 
 def _content(row: Feedback, report: Report) -> bytes:

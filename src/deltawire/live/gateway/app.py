@@ -16,9 +16,11 @@ arrives.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
-import re
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -32,9 +34,10 @@ from deltawire.live.capture.consent import CAPTURE_HEADER
 from deltawire.live.capture.guardrails import AnswerFacts
 from deltawire.live.feedback.client import RECEIPT_HEADER
 from deltawire.live.feedback.intake import MAX_BODY_BYTES, Taken, UnknownReceiptError
+from deltawire.live.gateway.answer_rows import ServedRequest
 from deltawire.live.gateway.engine_tokens import AnswerReader, for_client
 from deltawire.live.gateway.events import DONE, EventSplitter, data_of
-from deltawire.live.gateway.recorder import Recorder, ServedRequest
+from deltawire.live.gateway.recorder import Recorder
 from deltawire.live.gateway.requests import read_asked
 from deltawire.live.gateway.routing import ArmRouter
 from deltawire.live.gateway.shadow import RequestCopy, ShadowCopies, facts_of
@@ -59,7 +62,7 @@ from deltawire.serving.app import (
 )
 from deltawire.serving.bodies import BodyBudget, read_body
 from deltawire.serving.replica_set import TrackedReplica
-from deltawire.wire.captures import FAILED
+from deltawire.wire.captures import FAILED, LEFT, TIMED_OUT
 
 USER_HEADER = "x-deltawire-user"
 CONVERSATION_HEADER = "x-deltawire-conversation"
@@ -78,7 +81,8 @@ AT_ONCE = 16 << 10
 SERVER_ERROR = 500
 """Statuses from this on are the replica's failures; lower ones answer what the client asked."""
 
-_FINAL = re.compile(rb'"finish_reason"\s*:\s*"|"choices"\s*:\s*\[\s*\]')
+FAILURES = frozenset({408, 425, 429})
+"""Lower statuses by which a replica, or this server for it, does not answer what it could."""
 
 
 class LiveCalls:
@@ -147,9 +151,13 @@ class LiveCalls:
         body = asked.for_replica(capture=served.capture)
         exchange = _LiveExchange(served, self._recorder)
         try:
-            return await to_replica(
-                request, body, exchange, session=session, version=served.assignment.version
-            )
+            with exchange.due_after(self._release.outcome_after_s):
+                answer = await to_replica(
+                    request, body, exchange, session=session, version=served.assignment.version
+                )
+                if answer.status in FAILURES or answer.status >= SERVER_ERROR:
+                    exchange.end(FAILED, "no replica takes requests")
+                return answer
         finally:
             self._offer(request, served, body, exchange.facts)
 
@@ -201,16 +209,59 @@ class LiveCalls:
         return json_answer(self._recorder.state())
 
 
+class _ClientLeft(Exception):  # noqa: N818  (it names an event of a request)
+    """The client took no more of its answer."""
+
+
 class _LiveExchange:
-    """Sends a request to a replica, and its answer with a receipt to the client."""
+    """Sends a request to a replica, and its answer with a receipt to the client.
+
+    Whatever becomes of the answer, one row says so: its end, the replica's failure, the client's
+    leaving, or that it was still under way when its outcome was due.
+    """
 
     def __init__(self, served: ServedRequest, recorder: Recorder) -> None:
         self._served = served
         self._recorder = recorder
         self._began = time.monotonic()
         self._first_s = 0.0
+        self._has_row = False
+        self._storing: asyncio.Future[list[str]] | None = None
         self.facts: AnswerFacts | None = None
         """The facts of the answer once it has ended, by its end or by the replica's failure."""
+
+    @contextlib.contextmanager
+    def due_after(self, seconds: float) -> Iterator[None]:
+        """Waits for the answer's end within this block; its outcome is due after so many
+        seconds. A block that is cancelled means that the client has left."""
+        timer = asyncio.get_running_loop().call_later(seconds, self._overdue)
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.end(LEFT, "the client left")
+            raise
+        finally:
+            timer.cancel()
+
+    def end(self, finish: str, reason: str) -> None:
+        """Stores that the answer did not come to its end, unless a row says already what became of
+        it."""
+        if not self._has_row:
+            self._has_row = True
+            waited_s = self._first_s or time.monotonic() - self._began
+            if finish == FAILED:
+                self.facts = AnswerFacts(finish=FAILED, first_s=waited_s)
+            self._recorder.ended(self._served, finish, reason, waited_s)
+
+    def _overdue(self) -> None:
+        """Judges an answer that is still under way. What comes of it later may be stored, and is no
+        outcome of the canary any more."""
+        served = self._served
+        if served.judged and not self._has_row:
+            waited_s = self._first_s or time.monotonic() - self._began
+            self._recorder.ended(served, TIMED_OUT, "no end when its outcome was due", waited_s)
+            assignment = served.assignment._replace(propensity=1.0)
+            self._served = replace(served, assignment=assignment)
 
     async def __call__(
         self, request: web.Request, member: TrackedReplica, body: bytes
@@ -233,42 +284,42 @@ class _LiveExchange:
                 return await self._whole(upstream, headers)
         except aiohttp.ClientConnectorError:
             raise
-        except (aiohttp.ClientError, TimeoutError, CorruptError) as error:
-            # The answer of a replica, not an object: the user's connection ends, and it is counted.
-            self._recorder.counts["broken"] += 1
-            if request.transport is not None and not request.transport.is_closing():
-                await self._failed(type(error).__name__)  # Else the client has left.
+        except (aiohttp.ClientError, TimeoutError, CorruptError, _ClientLeft) as error:
+            transport = request.transport
+            if isinstance(error, _ClientLeft) or transport is None or transport.is_closing():
+                self.end(LEFT, "the client left")
+            else:
+                # The replica's answer, not an object: the user's connection ends.
+                self._recorder.counts["broken"] += 1
+                self.end(FAILED, f"the replica failed: {type(error).__name__}")
             return break_off(request, member, answer, error)
 
-    async def _failed(self, reason: str) -> None:
-        self.facts = AnswerFacts(finish=FAILED, first_s=time.monotonic() - self._began)
-        await self._recorder.failed(self._served, reason)
-
-    def _reader(self) -> AnswerReader | None:
-        return AnswerReader() if self._served.capture else None
-
-    async def _receipts(self, reader: AnswerReader | None) -> list[str]:
-        if reader is not None:
-            self.facts = facts_of(reader, self._first_s)
-        return await self._recorder.finish(
-            self._served,
-            reader,
-            version=self._version,
-            confirmed=self._confirmed,
-            first_s=self._first_s,
+    async def _receipts(self, reader: AnswerReader) -> list[str]:
+        self._has_row = True
+        self.facts = facts_of(reader, self._first_s)
+        self._storing = asyncio.ensure_future(
+            self._recorder.finish(
+                self._served,
+                reader,
+                version=self._version,
+                confirmed=self._confirmed,
+                first_s=self._first_s,
+            )
         )
+        # A client that leaves now does not keep its answer from being stored.
+        return await asyncio.shield(self._storing)
 
     async def _whole(
         self, upstream: aiohttp.ClientResponse, headers: dict[str, str]
     ) -> web.StreamResponse:
         data = await _read_answer(upstream)
         self._first_s = time.monotonic() - self._began
-        if upstream.status >= SERVER_ERROR:
-            await self._failed(f"status {upstream.status}")
+        if upstream.status >= SERVER_ERROR or upstream.status in FAILURES:
+            self.end(FAILED, f"the replica failed: status {upstream.status}")
         if upstream.status != 200:
             return web.Response(status=upstream.status, body=data, headers=headers)
-        reader = self._reader()
-        if reader is not None and (body := _object_of(data)) is not None:
+        reader = AnswerReader()
+        if (body := _object_of(data)) is not None:
             reader.read(body)
             asked = self._served.asked
             data = msgspec.json.encode(
@@ -282,7 +333,7 @@ class _LiveExchange:
         self, request: web.Request, upstream: aiohttp.ClientResponse, answer: web.StreamResponse
     ) -> None:
         """Pass events on as they arrive; those that end the answer wait for the receipt."""
-        reader, splitter = self._reader(), EventSplitter()
+        reader, splitter = AnswerReader(), EventSplitter()
         held: list[bytes] = []
         ended = False
         async for chunk in upstream.content.iter_any():
@@ -292,10 +343,7 @@ class _LiveExchange:
                 if data == DONE:
                     ended = True
                     continue
-                if reader is not None and data:
-                    data, final = self._read(reader, data)
-                else:
-                    final = _FINAL.search(data) is not None
+                data, final = self._read(reader, data) if data else (data, False)
                 if not self._first_s and data:
                     self._first_s = time.monotonic() - self._began
                 if final:
@@ -308,8 +356,9 @@ class _LiveExchange:
                 await _write(request, answer, b"".join(out))
         if not ended or splitter.rest.strip():
             raise aiohttp.ClientPayloadError("the stream ended early")
+        receipts = await self._receipts(reader)
         if held:
-            held[-1] = _with_receipts(held[-1], await self._receipts(reader))
+            held[-1] = _with_receipts(held[-1], receipts)
         await _write(request, answer, b"".join(b"data: %s\n\n" % one for one in [*held, DONE]))
         await answer.write_eof()
 
@@ -329,10 +378,16 @@ class _LiveExchange:
 async def _write(request: web.Request, answer: web.StreamResponse, data: bytes) -> None:
     transport = request.transport
     if transport is not None and len(data) < AT_ONCE and not transport.get_write_buffer_size():
-        await answer.write(data)  # The client took everything before: this does not wait.
+        try:
+            await answer.write(data)  # The client took everything before: this does not wait.
+        except ConnectionError as error:
+            raise _ClientLeft from error
         return
-    async with asyncio.timeout(WRITE_WITHIN_S):
-        await answer.write(data)
+    try:
+        async with asyncio.timeout(WRITE_WITHIN_S):
+            await answer.write(data)
+    except (TimeoutError, ConnectionError) as error:
+        raise _ClientLeft from error
 
 
 async def _read_answer(upstream: aiohttp.ClientResponse) -> bytes:

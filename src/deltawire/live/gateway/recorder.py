@@ -18,17 +18,15 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from deltawire.errors import CorruptError, DeltawireError
 from deltawire.live.capture.consent import ConsentRule
-from deltawire.live.capture.marks import marks_of
 from deltawire.live.capture.names import normalize_name
 from deltawire.live.capture.redaction import Redaction
 from deltawire.live.capture.spool import Spool
@@ -39,6 +37,7 @@ from deltawire.live.feedback.identities import ReportIdentities
 from deltawire.live.feedback.intake import FeedbackIntake, settler
 from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackLimits
 from deltawire.live.forgotten import forgotten_users, readmitted_users
+from deltawire.live.gateway.answer_rows import ServedRequest, capture_row, judged_row
 from deltawire.live.gateway.conversations import Conversations, LastAnswer
 from deltawire.live.gateway.engine_tokens import AnswerReader, ChoiceTokens
 from deltawire.live.gateway.requests import AskedAnswer
@@ -47,6 +46,8 @@ from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.captures import (
     FAILED,
+    LEFT,
+    TIMED_OUT,
     Capture,
     Feedback,
     GatewayState,
@@ -62,6 +63,7 @@ STORE_WITHIN_S = 2.0
 STATE_EVERY_S = 10.0
 DEFAULT_SPOOL_BYTES = 1 << 30
 MAX_KEPT_CHARACTERS = 4000
+_EARLY_ENDS = {FAILED: "failed", LEFT: "left", TIMED_OUT: "timed_out"}
 _LOG = logging.getLogger("deltawire.live")
 
 
@@ -73,22 +75,6 @@ class RecorderOptions:
     keep_text: bool = False
     spool_bytes: int = DEFAULT_SPOOL_BYTES
     limits: FeedbackLimits = field(default_factory=FeedbackLimits)
-
-
-@dataclass(frozen=True)
-class ServedRequest:
-    """A request that is being answered: its conversation and user as pseudonyms, whether it may be
-    stored, and who the product says it is for. Requests of one ``affinity`` go to one replica."""
-
-    asked: AskedAnswer
-    conversation: str
-    user: str
-    capture: bool
-    assignment: Assignment
-    task: str = ""
-    cohort: str = ""
-    affinity: str = ""
-    began: float = field(default_factory=time.time)
 
 
 class Recorder:
@@ -212,23 +198,19 @@ class Recorder:
             conversation = secrets.token_hex(16)
         # A canary assigns by the first pseudonym of its generation, or not at all without it.
         assigned = lives[number][0] if named in (None, number) else ""
+        # A user who was forgotten under a pseudonym of any generation is not stored at all.
+        known = not any(one[-1] in self.forgotten for one in lives.values())
         return ServedRequest(
             asked,
             conversation,
             user,
-            self._may_store(names["capture"], lives),
+            known and self.options.consent.allows(names["capture"], lives[0][0]),
             self.assign(assigned, conversation),
             names["task"][:256],
             names["cohort"][:64],
             affinity,
+            known,
         )
-
-    def _may_store(self, header: str, lives: Mapping[int, Sequence[str]]) -> bool:
-        """Returns whether the answer may be stored: a user who was forgotten under a pseudonym of
-        any generation is not."""
-        if any(one[-1] in self.forgotten for one in lives.values()):
-            return False
-        return self.options.consent.allows(header, lives[0][0])
 
     def users(self, name: str) -> frozenset[str]:
         """Returns all pseudonyms of the user that a request names."""
@@ -263,7 +245,7 @@ class Recorder:
     async def finish(
         self,
         served: ServedRequest,
-        reader: AnswerReader | None,
+        reader: AnswerReader,
         *,
         version: int | None,
         confirmed: Callable[[], Any],
@@ -275,36 +257,55 @@ class Recorder:
         whether it still does; both count only where the engine states no versions.
         """
         self.counts["answers"] += 1
-        if reader is None or not reader.choices:
+        choices = [reader.choices[index] for index in sorted(reader.choices)]
+        if not served.capture or not choices:
             spans = [] if version is None else [(version, 1)]
-            return [self._seal(self._receipt(served, spans, recorded=False))]
+            found = []
+            for choice in choices or [ChoiceTokens()]:
+                receipt = self._receipt(served, spans, recorded=False)
+                self._judge(served, receipt, spans, choice.finish or FAILED, first_s)
+                found.append(self._seal(receipt))
+            return found
         stated = all(len(c.versions) == len(c.ids) for c in reader.choices.values())
         known = stated or (version is not None and await confirmed())
-        choices = [reader.choices[index] for index in sorted(reader.choices)]
+        held = version if known else None
         if len(choices) == 1:
-            only = choices[0]
-            return [await self._record(served, reader, only, version if known else None, first_s)]
+            return [await self._record(served, reader, choices[0], held, first_s)]
         return await asyncio.gather(
-            *(self._record(served, reader, c, version if known else None, first_s) for c in choices)
+            *(self._record(served, reader, choice, held, first_s) for choice in choices)
         )
 
-    async def failed(self, served: ServedRequest, reason: str) -> None:
-        """Stores that a replica failed to answer, so that failures of an arm count."""
-        self.counts["failed"] += 1
+    def ended(self, served: ServedRequest, finish: str, reason: str, first_s: float) -> None:
+        """Stores that an answer did not come to its end, so that its arm is judged by it: its
+        replica failed, its client left, or its outcome was due. ``finish`` is one of `ENDED_EARLY`.
+        Nothing waits for the disk: the client may be gone."""
+        self.counts[_EARLY_ENDS[finish]] += 1
         if not served.capture:
+            receipt = self._receipt(served, [], recorded=False)
+            self._judge(served, receipt, [], finish, first_s)
             return
         receipt = self._receipt(served, [], recorded=True)
-        row = _capture(
-            served,
-            AnswerReader(),
-            ChoiceTokens(finish=FAILED),
-            receipt,
-            self._seal(receipt),
-            f"the replica failed: {reason}"[:256],
-            0.0,
-        )
-        stored = await self._store(encode_row(row))
-        self._count(stored=stored, blocked=False, fault=row.unusable)
+        choice, sealed = ChoiceTokens(finish=finish), self._seal(receipt)
+        row = capture_row(served, AnswerReader(), choice, receipt, sealed, reason[:256], first_s)
+
+        def count(stored: bool) -> None:
+            self._count(stored=stored, blocked=False, fault=row.unusable)
+
+        self.captures.append(encode_row(row), count)
+
+    def _judge(
+        self,
+        served: ServedRequest,
+        receipt: Receipt,
+        spans: Sequence[tuple[int, int]],
+        finish: str,
+        first_s: float,
+    ) -> None:
+        """Stores what judges the arm of an answer that may not be stored."""
+        if served.judged:
+            row = judged_row(served, receipt, spans, finish=finish, first_s=first_s)
+            self.captures.append(encode_row(row))
+            self.counts["judged"] += 1
 
     async def _record(
         self,
@@ -335,11 +336,14 @@ class Recorder:
         signed = self._seal(receipt)
         stored = False
         if not blocked:
-            row = _capture(served, reader, choice, receipt, signed, fault, first_s)
+            row = capture_row(served, reader, choice, receipt, signed, fault, first_s)
             if self.options.keep_text:
                 kept = {"texts": redacted.texts, "answer": len(asked.texts)}
                 row = msgspec.structs.replace(row, text=json.dumps(kept).encode())
             stored = await self._store(encode_row(row))
+        else:
+            drawn = spans or spans_of([] if version is None else [version])
+            self._judge(served, receipt, drawn, choice.finish or FAILED, first_s)
         self._count(stored=stored, blocked=blocked, fault=fault)
         if not stored and receipt.recorded:
             receipt = msgspec.structs.replace(receipt, recorded=False)
@@ -445,44 +449,6 @@ class Recorder:
             self.captures.remove_damaged()
             self.feedback.remove_damaged()
         return found
-
-
-def _capture(
-    served: ServedRequest,
-    reader: AnswerReader,
-    choice: ChoiceTokens,
-    receipt: Receipt,
-    signed: str,
-    fault: str,
-    first_s: float,
-) -> Capture:
-    usable = not fault
-    return Capture(
-        answer=receipt.answer,
-        conversation=receipt.conversation,
-        turn=receipt.turn,
-        user=receipt.user,
-        cohort=served.cohort,
-        task=served.task,
-        arm=receipt.arm,
-        propensity=receipt.propensity,
-        at=receipt.at,
-        receipt=signed,
-        model=reader.model,
-        finish=choice.finish,
-        temperature=max(0.0, served.asked.temperature),
-        truncated=served.asked.truncated,
-        prompt=np.asarray(reader.prompt, "<i4").tobytes() if usable else b"",
-        tokens=np.asarray(choice.ids, "<i4").tobytes() if usable else b"",
-        logprobs=np.asarray(choice.logprobs, "<f4").tobytes() if usable else b"",
-        spans=receipt.spans if usable else [],
-        unusable=fault,
-        first_s=first_s,
-        total_s=receipt.at - served.began,
-        calls=len(choice.calls),
-        broken_calls=choice.broken_calls,
-        marks=marks_of("".join(choice.text), calls=len(choice.calls)),
-    )
 
 
 def serving_only(user: str, conversation: str) -> Assignment:

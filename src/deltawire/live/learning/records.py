@@ -22,7 +22,8 @@ class LiveRecords:
     """Answers by id, and the reports about each by their id.
 
     An answer or a report that two segments hold counts once: the first that was read. Rows of users
-    that were forgotten do not count. ``counts`` are totals of rows. Segments that cannot be read
+    that were forgotten do not count, nor do answers that may not be stored, of which a row only
+    judges their arm, unless ``judges``. ``counts`` are totals of rows. Segments that cannot be read
     are read again by each poll, and are the ``alarm``.
 
     Example::
@@ -31,6 +32,9 @@ class LiveRecords:
         records.poll()
         records.answers["…"], records.reports["…"]
     """
+
+    judges = False
+    """Whether answers count that may not be stored: in canaries only."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.answers: dict[str, Capture] = {}
@@ -104,7 +108,7 @@ class LiveRecords:
         if row.user in self.forgotten and row.user:
             return False
         if isinstance(row, Capture):
-            if row.answer in self.answers:
+            if row.answer in self.answers or (row.judged_only and not self.judges):
                 return False
             self.answers[row.answer] = row
             self.counts["answers"] += 1

@@ -39,6 +39,8 @@ class CanaryRecords(LiveRecords):
         records.poll()
     """
 
+    judges = True
+
     def __init__(self, bucket: Bucket, rules: OutcomeRules) -> None:
         super().__init__(bucket)
         self.settled: set[bytes] = set()

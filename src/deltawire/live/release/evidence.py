@@ -220,12 +220,16 @@ class CanaryTests:
                     counted.append(outcome)
         if not counted:
             return
-        candidate = np.array([float(one.arm == CANDIDATE) for one in counted])
-        shares = np.array([one.share for one in counted])
         watched = {METRIC: [self._metric, self._worse, *([self._gap] if self._gap else [])]}
         watched |= {name: [test] for name, test in self._guardrails.items()}
         for name, tests in watched.items():
-            values = np.array([one.values[name] for one in counted])
+            # Answers that may not be stored have no value for guardrails that need their text.
+            known = [one for one in counted if name in one.values]
+            if not known:
+                continue
+            candidate = np.array([float(one.arm == CANDIDATE) for one in known])
+            shares = np.array([one.share for one in known])
+            values = np.array([one.values[name] for one in known])
             for test in tests:
                 test.add(candidate, values, shares)
 

@@ -24,7 +24,7 @@ from deltawire.live.learning.rewards import RewardRules, values_of
 from deltawire.reward_monitor.monitor import ALARM, Monitor, ProbeState
 from deltawire.store import Bucket
 from deltawire.wire import keys
-from deltawire.wire.captures import FAILED, Capture, Feedback, Mark
+from deltawire.wire.captures import ENDED_EARLY, Capture, Feedback, Mark
 from deltawire.wire.rollouts import Group, Trajectory
 
 FACTS = {"broken_call": "answer_broken_calls", "cut_off": "answer_cut_off"}
@@ -101,7 +101,7 @@ def monitor_live(bucket: Bucket, config: RunConfig, *, now: float) -> ProbeState
     seen: set[tuple[str, int]] = set()
     for answer in sorted(records.answers.values(), key=lambda one: (one.at, one.answer)):
         until = answer.at + live.release.outcome_after_s
-        if until > now or answer.finish == FAILED:
+        if until > now or answer.finish in ENDED_EARLY:
             continue
         about = records.reports.get(answer.answer, {}).values()
         values = values_of(report for report in about if report.received <= until)

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from deltawire.config.live import DEFAULT_REWARDS, LiveConfig
-from deltawire.live.capture.guardrails import SILENT, AnswerFacts, touches
+from deltawire.live.capture.guardrails import OF_EVERY_ANSWER, SILENT, AnswerFacts, touches
 from deltawire.live.learning.rewards import TERMS, OwnReward, RewardRules, values_of
-from deltawire.wire.captures import Capture, Feedback
+from deltawire.wire.captures import ENDED_EARLY, Capture, Feedback
 from deltawire.wire.decisions import CANDIDATE, Decision
 from deltawire.wire.receipts import SERVING
 
@@ -98,7 +98,8 @@ class OutcomeRules:
 
     def values(self, answer: Capture, reports: Iterable[Feedback]) -> dict[str, float]:
         """Returns the values of a settled answer: `METRIC`, and 1 for each guardrail that it
-        touched."""
+        touched. An answer that ended early has the worst metric. One that may not be stored has no
+        value for the guardrails that need its text or tokens."""
         until = answer.at + self._release.outcome_after_s
         values = values_of(report for report in reports if report.received <= until)
         if self._release.metric == "reward":
@@ -106,9 +107,12 @@ class OutcomeRules:
             value = 0.0 if reward is None else reward
         else:
             value = values.get(self._release.metric, 0.0)
-        found = {METRIC: self._scale.scaled(value)}
+        early = answer.finish in ENDED_EARLY  # Not silence: the user got no answer.
+        found = {METRIC: 0.0 if early else self._scale.scaled(value)}
         facts = AnswerFacts.of(answer)
         for name in self._release.guardrails:
+            if answer.judged_only and name not in OF_EVERY_ANSWER:
+                continue
             touched = touches(name, facts, self._release)
             if name == SILENT:
                 touched = not any(kind in values for kind in self._kinds)

@@ -1,60 +1,22 @@
 """Arms, replicas and receipts follow the decisions in the bucket."""
 
 import asyncio
-import functools
 import json
 import threading
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+from live_decider import Decider, in_loop, until
 from live_gateway import KEYS, live_serving, published
 
 from deltawire.errors import CorruptError
 from deltawire.live.gateway import routing
 from deltawire.live.gateway.routing import ArmRouter
-from deltawire.runtime.decision_log import DecisionLog
 from deltawire.serving.replica_set import ReplicaSet
-from deltawire.sync import read_manifest, read_run
+from deltawire.sync import read_run
 from deltawire.wire.decisions import CANDIDATE, Decision, ServedVersion
 from deltawire.wire.receipts import SERVING, read_receipt
-
-
-def in_loop(test):
-    """Runs a test's coroutine."""
-
-    @functools.wraps(test)
-    def run(*args, **named):
-        asyncio.run(test(*args, **named))
-
-    return run
-
-
-class Decider:
-    """Appends decisions about a bucket's versions, as any process may."""
-
-    def __init__(self, bucket):
-        self.bucket, self.run = bucket, read_run(bucket)
-        self.log = DecisionLog(bucket, self.run.id)
-
-    def served(self, version):
-        return ServedVersion(version, read_manifest(self.bucket, self.run, version).digest)
-
-    def decide(self, verdict, serving, candidate=None, **facts):
-        self.log.poll()
-        candidate = None if candidate is None else self.served(candidate)
-        decision = Decision(
-            number=self.log.next_number, run=self.run.id, verdict=verdict, at=0.0, by="ann",
-            serving=self.served(serving), candidate=candidate, **facts,
-        )  # fmt: skip
-        assert self.log.append(decision)
-        return decision
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def held(gateway):

@@ -13,7 +13,15 @@ from deltawire.live.release.outcomes import METRIC, OutcomeRules
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import open_bucket
 from deltawire.wire import keys
-from deltawire.wire.captures import FAILED, Capture, encode_row, encode_segment
+from deltawire.wire.captures import (
+    FAILED,
+    LEFT,
+    NOT_STORED,
+    TIMED_OUT,
+    Capture,
+    encode_row,
+    encode_segment,
+)
 from deltawire.wire.decisions import CANDIDATE, Decision, ServedVersion
 from deltawire.wire.receipts import SERVING
 
@@ -149,6 +157,8 @@ def test_each_users_first_answer_counts_unless_answers_do():
     ("name", "changes"),
     [
         ("error", {"finish": FAILED}),
+        ("error", {"finish": TIMED_OUT}),
+        ("left", {"finish": LEFT}),
         ("slow", {"first_s": 6.0}),
         ("broken_call", {"broken_calls": 1}),
         ("cut_off", {"finish": "length"}),
@@ -164,8 +174,29 @@ def test_each_guardrail_has_its_answers(name, changes):
     assert set(rules.values(shown(1), [report(1)])) == {METRIC, *DEFAULT_GUARDRAILS}
     before = rules.values(shown(1), [report(1)])
     found = rules.values(shown(1, **changes), [report(1)])
-    assert {key for key in found if found[key] != before[key]} == {name}
+    early = {METRIC} if name in ("error", "left") else set()
+    assert {key for key in found if found[key] != before[key]} == {name} | early
     assert rules.values(shown(1), [])["silent"] == 1.0
+
+
+@pytest.mark.parametrize("finish", [FAILED, LEFT, TIMED_OUT])
+def test_an_answer_that_ended_early_is_worse_than_silence(finish):
+    rules = OutcomeRules(Canary().config.live)
+    silent, early = shown(1), shown(1, finish=finish)
+    assert rules.values(early, [])[METRIC] == 0.0 < rules.values(silent, [])[METRIC]
+
+
+def test_an_answer_that_may_not_be_stored_counts_for_what_is_known_of_it():
+    canary = Canary().begin()
+    canary.put(
+        shown(1, tokens=0, unusable=NOT_STORED, spans=[(2, 1)], finish=FAILED),
+        shown(2, SERVING, tokens=0, unusable=NOT_STORED, spans=[(0, 1)]),
+        shown(3, SERVING, marks=["question"]),
+    )
+    evidence = canary.poll(NOW + 100)
+    assert counts(evidence) == (1, 2)
+    assert evidence.guardrails["error"].difference == 1.0
+    assert evidence.guardrails["question"].difference == 0.0
 
 
 def test_a_guardrail_that_rises_rolls_back_by_its_name():

@@ -1,0 +1,109 @@
+"""Answer rows: what a gateway stores of an answer, with consent and without.
+
+With consent that is all that training needs. Without consent it is `judged_row`, and only of users
+whom a canary assigned at random: its fields are those that say whether the arm served its users.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deltawire.live.capture.marks import marks_of
+from deltawire.live.gateway.engine_tokens import AnswerReader, ChoiceTokens
+from deltawire.live.gateway.requests import AskedAnswer
+from deltawire.wire.captures import FAILED, NOT_STORED, Capture
+from deltawire.wire.decisions import Assignment
+from deltawire.wire.receipts import Receipt
+
+
+@dataclass(frozen=True)
+class ServedRequest:
+    """A request that is being answered: its conversation and user as pseudonyms, whether it may be
+    stored, and who the product says it is for. Requests of one ``affinity`` go to one replica.
+    ``known`` says that the user was not forgotten."""
+
+    asked: AskedAnswer
+    conversation: str
+    user: str
+    capture: bool
+    assignment: Assignment
+    task: str = ""
+    cohort: str = ""
+    affinity: str = ""
+    known: bool = True
+    began: float = field(default_factory=time.time)
+
+    @property
+    def judged(self) -> bool:
+        """Whether the answer is an outcome of a canary, stored or not."""
+        return self.known and bool(self.user) and self.assignment.propensity < 1
+
+
+def capture_row(
+    served: ServedRequest,
+    reader: AnswerReader,
+    choice: ChoiceTokens,
+    receipt: Receipt,
+    sealed: str,
+    fault: str,
+    first_s: float,
+) -> Capture:
+    """Returns the row of an answer that may be stored; ``fault`` says why it is unusable."""
+    usable = not fault
+    return Capture(
+        answer=receipt.answer,
+        conversation=receipt.conversation,
+        turn=receipt.turn,
+        user=receipt.user,
+        cohort=served.cohort,
+        task=served.task,
+        arm=receipt.arm,
+        propensity=receipt.propensity,
+        at=receipt.at,
+        receipt=sealed,
+        model=reader.model,
+        finish=choice.finish or FAILED,  # An answer ends by saying why.
+        temperature=max(0.0, served.asked.temperature),
+        truncated=served.asked.truncated,
+        prompt=np.asarray(reader.prompt, "<i4").tobytes() if usable else b"",
+        tokens=np.asarray(choice.ids, "<i4").tobytes() if usable else b"",
+        logprobs=np.asarray(choice.logprobs, "<f4").tobytes() if usable else b"",
+        spans=receipt.spans if usable else [],
+        unusable=fault,
+        first_s=first_s,
+        total_s=receipt.at - served.began,
+        calls=len(choice.calls),
+        broken_calls=choice.broken_calls,
+        marks=marks_of("".join(choice.text), calls=len(choice.calls)),
+    )
+
+
+def judged_row(
+    served: ServedRequest,
+    receipt: Receipt,
+    spans: Sequence[tuple[int, int]],
+    *,
+    finish: str,
+    first_s: float,
+) -> Capture:
+    """Returns the row of an answer that may not be stored. It has no text, tokens, marks or labels,
+    and names no conversation: the answer's own number takes its place."""
+    return Capture(
+        answer=receipt.answer,
+        conversation=receipt.answer,
+        turn=0,
+        user=receipt.user,
+        arm=receipt.arm,
+        propensity=receipt.propensity,
+        at=receipt.at,
+        receipt="",
+        finish=finish,
+        spans=[(version, 1) for version, _ in spans],
+        unusable=NOT_STORED,
+        first_s=first_s,
+        total_s=receipt.at - served.began,
+    )
