@@ -77,9 +77,12 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     max_outcomes: Count = 10_000
     """Outcomes of both arms in the last stage after which an undecided canary is held."""
     outcome_after_s: Positive = 3600.0
-    """An answer's outcome is what was reported until it had this age."""
+    """An answer's outcome is what was reported within this time after the request."""
+    horizon_s: Positive = 3600.0
+    """A user's outcome is the mean over the answers to all requests within this time after the
+    user's first request in the canary, and touches a guardrail if one of them does."""
     unit: Literal["user", "answer"] = "user"
-    """Count each user's first answer of a canary, or every answer as if it were independent."""
+    """Count each user once in a canary, or every answer as if it were independent."""
     slow_s: Positive = 10.0
     """An answer whose first token takes longer is slow."""
     guardrails: dict[Guardrail, _Margin] = field(default_factory=DEFAULT_GUARDRAILS.copy)

@@ -132,6 +132,11 @@ class Releaser:
         """Returns what the canary that is under way has shown so far; None without one."""
         return self._outcomes.poll(self.log, now)
 
+    @property
+    def late_users(self) -> int:
+        """Users of the canary who are left out, because their rows came too late."""
+        return self._outcomes.late
+
     def shadow(self) -> ShadowEvidence | None:
         """Returns what the shadow that is under way has shown so far; None without one."""
         decision = self.log.newest
@@ -297,6 +302,7 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
     state["estimate"] = None if estimate is None else msgspec.structs.asdict(estimate)
     evidence = releaser.evidence(now)
     if evidence is not None:
+        state["late_users"] = releaser.late_users
         state["outcomes"] = {
             f"{share:g}": {"candidate": mine, "serving": theirs}
             for share, (mine, theirs) in evidence.counts.items()

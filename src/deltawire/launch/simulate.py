@@ -171,6 +171,7 @@ def planned_release(config: RunConfig, options: SimulationOptions) -> PlannedRel
         return None
     release, users = config.live.release, len(population_of(config).users)
     stages, asked = [], 0
+    settles_s = release.outcome_after_s + (release.horizon_s if release.unit == "user" else 0.0)
     for share, outcomes in zip(
         release.stages, planned_answers(release, effect=PLANNED_EFFECT), strict=True
     ):
@@ -182,7 +183,7 @@ def planned_release(config: RunConfig, options: SimulationOptions) -> PlannedRel
                 answers -= _answers_of(asked - outcomes, users) or 0
         minutes = None
         if answers is not None:
-            minutes = (answers / options.rate + release.outcome_after_s) / 60
+            minutes = (answers / options.rate + settles_s) / 60
         stages.append(PlannedStage(share, outcomes, answers, minutes))
     every = [stage.minutes for stage in stages]
     total = None if None in every else sum(one for one in every if one is not None)

@@ -91,7 +91,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def judged_only(self) -> bool:
-        """Whether the answer may not be stored, so that the row only judges its arm."""
+        """The answer may not be stored, so the row only judges its arm."""
         return self.unusable == NOT_STORED
 
     @property
@@ -195,7 +195,9 @@ class GatewayState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ``generations`` are the fingerprints of the deployment's secret that the gateway holds. Gateways
     of earlier releases had a key in its place: ``public_key`` checks their receipts. ``counts`` are
     totals since the gateway started (at ``started``), and ``rates`` the mean values of its
-    detectors. ``shadow`` are those of the newest shadow since then.
+    detectors. ``shadow`` are those of the newest shadow since then. All rows that the gateway made
+    until ``uploaded_until`` are in the bucket; 0 before its first upload, None in states of earlier
+    releases. ``ended`` says that it has stopped and that nothing waits on its disk.
     """
 
     format: int = FORMAT
@@ -208,6 +210,8 @@ class GatewayState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     counts: Annotated[dict[str, float], Meta(max_length=256)] = {}
     rates: Annotated[dict[str, float], Meta(max_length=256)] = {}
     shadow: ShadowCounts | None = None
+    uploaded_until: float | None = None
+    ended: bool = False
 
 
 class _RowSegment(msgspec.Struct, frozen=True, kw_only=True):

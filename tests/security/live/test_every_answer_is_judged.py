@@ -20,11 +20,11 @@ from deltawire.live.gateway import routing
 from deltawire.live.learning.records import LiveRecords
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
 from deltawire.live.release.next_decision import Situation, decide_next
+from deltawire.live.release.upload_progress import GONE_S
 from deltawire.sync import read_run
 from deltawire.wire.captures import LEFT, NOT_STORED, TIMED_OUT
 
 PLANTED = "planted-text-4711"
-OUTCOME_AFTER_S = 600.0
 
 
 @contextlib.asynccontextmanager
@@ -48,11 +48,11 @@ async def canary(folder, monkeypatch, *, rule=None, **options):
 
 
 def release_of(**changes):
-    return {"stages": [0.5], "stage_outcomes": 20, "outcome_after_s": OUTCOME_AFTER_S} | changes
+    return {"stages": [0.5], "stage_outcomes": 20, "outcome_after_s": 600.0} | changes
 
 
 def assigns(gateway):
-    """Whether the gateway assigns users at random now; conversations keep what they have."""
+    """Returns whether the gateway assigns new users at random now."""
     return gateway.recorder.assign("0" * 32, secrets.token_hex(16)).propensity < 1
 
 
@@ -67,7 +67,7 @@ async def leave(gateway, user):
 
 
 def decided(gateway, now):
-    """What the deciding process concludes from what is stored."""
+    """Returns the evidence in the bucket, and the decision that follows from it."""
     config = config_of(release=release_of())
     log = gateway.decider.log
     log.poll()
@@ -92,9 +92,7 @@ def test_a_candidate_that_answers_nobody_is_rolled_back_though_nothing_is_stored
                     await gateway.ask(user=f"u{number}", capture="", stream=mode == "cut")
             await until(lambda: gateway.recorder.counts["judged"] == 100)
             await gateway.uploaded()
-            evidence, decision = await asyncio.to_thread(
-                decided, gateway, time.time() + OUTCOME_AFTER_S + 60
-            )
+            evidence, decision = await asyncio.to_thread(decided, gateway, time.time() + 2 * GONE_S)
             assert sum(sum(pair) for pair in evidence.counts.values()) == 100
             assert test in evidence.harmful()
             assert decision.verdict == "rollback"
@@ -112,9 +110,7 @@ def test_reports_about_answers_that_are_not_stored_decide_too(tmp_path, monkeypa
                 bad = len(gateway.candidate.seen) > seen
                 await gateway.report(receipt, value="down" if bad else "up")
             await gateway.uploaded()
-            evidence, decision = await asyncio.to_thread(
-                decided, gateway, time.time() + OUTCOME_AFTER_S + 60
-            )
+            evidence, decision = await asyncio.to_thread(decided, gateway, time.time() + 2 * GONE_S)
             assert "metric" in evidence.harmful()
             assert decision.verdict == "rollback"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ from deltawire.wire.objects import prepared
 UPLOAD_EVERY_S = 2.0
 RETRY_AT_MOST_S = 60.0
 SEAL_WITHIN_S = 60.0
+UNDER_WAY_S = 5.0
+"""A row may wait so long for redaction and the disk after the time that it states."""
 _LOG = logging.getLogger("deltawire.live")
 
 
@@ -51,7 +54,9 @@ class SpoolUploader(threading.Thread):
     """Uploads the sealed segments of several spools, oldest first, until `close`.
 
     ``forgotten`` reads the pseudonyms whose rows are left out. ``each_round`` is called before each
-    round. ``uploaded`` counts rows; ``alarm`` holds the last error.
+    round, and ``at_end`` once the last one has uploaded everything. ``uploaded`` counts rows, and
+    ``until`` is the time, in seconds since 1970, up to which all rows were uploaded; ``alarm``
+    holds the last error.
     """
 
     def __init__(
@@ -62,17 +67,20 @@ class SpoolUploader(threading.Thread):
         *,
         forgotten: Callable[[], Collection[str]] = tuple,
         each_round: Callable[[], None] = lambda: None,
+        at_end: Callable[[], None] = lambda: None,
         every_s: float = UPLOAD_EVERY_S,
     ) -> None:
         super().__init__(name="live-uploader", daemon=True)
         self.uploaded = 0
         self.damaged = 0
+        self.until = 0.0
         self.alarm = ""
         self._bucket = bucket
         self._gateway = gateway
         self._streams = list(streams)
         self._forgotten = forgotten
         self._each_round = each_round
+        self._at_end = at_end
         self._every_s = every_s
         self._closing = threading.Event()
 
@@ -84,6 +92,7 @@ class SpoolUploader(threading.Thread):
 
     def upload(self) -> bool:
         """Uploads everything that was appended before; returns whether the store answered."""
+        began = time.time()
         try:
             self._each_round()
             for stream in self._streams:
@@ -97,16 +106,24 @@ class SpoolUploader(threading.Thread):
             self._report(f"cannot upload: {error}")
             return False
         self.alarm = ""
+        self.until = began - UNDER_WAY_S
         return True
 
     def close(self, *, within_s: float = 10.0) -> None:
         """Uploads once more and ends the thread; the rest waits for the next start."""
         self._closing.set()
-        last = threading.Thread(target=self.upload, name="live-last-upload", daemon=True)
+        last = threading.Thread(target=self._end, name="live-last-upload", daemon=True)
         if self.is_alive():
             self.join(timeout=within_s)
         last.start()
         last.join(timeout=within_s)
+
+    def _end(self) -> None:
+        if self.upload():
+            try:
+                self._at_end()
+            except DeltawireError as error:
+                self._report(error.message)
 
     def _move(self, stream: SpooledStream, number: int) -> None:
         key = stream.key(self._gateway, number)

@@ -39,7 +39,7 @@ class ServedRequest:
 
     @property
     def judged(self) -> bool:
-        """Whether the answer is an outcome of a canary, stored or not."""
+        """The answer is an outcome of a canary, stored or not."""
         return self.known and bool(self.user) and self.assignment.propensity < 1
 
 

@@ -254,8 +254,8 @@ class _LiveExchange:
             self._recorder.ended(self._served, finish, reason, waited_s)
 
     def _overdue(self) -> None:
-        """Judges an answer that is still under way. What comes of it later may be stored, and is no
-        outcome of the canary any more."""
+        """Judges an answer that is still under way. Its end may still be stored, and is no outcome
+        of the canary any more."""
         served = self._served
         if served.judged and not self._has_row:
             waited_s = self._first_s or time.monotonic() - self._began
@@ -285,11 +285,11 @@ class _LiveExchange:
         except aiohttp.ClientConnectorError:
             raise
         except (aiohttp.ClientError, TimeoutError, CorruptError, _ClientLeft) as error:
+            # The replica's answer, not an object: the user's connection ends, and it is counted.
             transport = request.transport
             if isinstance(error, _ClientLeft) or transport is None or transport.is_closing():
                 self.end(LEFT, "the client left")
             else:
-                # The replica's answer, not an object: the user's connection ends.
                 self._recorder.counts["broken"] += 1
                 self.end(FAILED, f"the replica failed: {type(error).__name__}")
             return break_off(request, member, answer, error)

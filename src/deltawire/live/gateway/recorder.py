@@ -142,6 +142,7 @@ class Recorder:
             ],
             forgotten=self._read_forgotten,
             each_round=self._each_round,
+            at_end=self._at_end,
             every_s=UPLOAD_EVERY_S,
         )
 
@@ -179,6 +180,7 @@ class Recorder:
             counts=counts,
             rates=self.rates.listed(),
             shadow=self.shadow(),
+            uploaded_until=self.uploader.until,
         )
 
     def served(self, asked: AskedAnswer, names: dict[str, str]) -> ServedRequest:
@@ -263,7 +265,7 @@ class Recorder:
             found = []
             for choice in choices or [ChoiceTokens()]:
                 receipt = self._receipt(served, spans, recorded=False)
-                self._judge(served, receipt, spans, choice.finish or FAILED, first_s)
+                self._store_judged(served, receipt, spans, choice.finish or FAILED, first_s)
                 found.append(self._seal(receipt))
             return found
         stated = all(len(c.versions) == len(c.ids) for c in reader.choices.values())
@@ -282,7 +284,7 @@ class Recorder:
         self.counts[_EARLY_ENDS[finish]] += 1
         if not served.capture:
             receipt = self._receipt(served, [], recorded=False)
-            self._judge(served, receipt, [], finish, first_s)
+            self._store_judged(served, receipt, [], finish, first_s)
             return
         receipt = self._receipt(served, [], recorded=True)
         choice, sealed = ChoiceTokens(finish=finish), self._seal(receipt)
@@ -293,7 +295,7 @@ class Recorder:
 
         self.captures.append(encode_row(row), count)
 
-    def _judge(
+    def _store_judged(
         self,
         served: ServedRequest,
         receipt: Receipt,
@@ -343,7 +345,7 @@ class Recorder:
             stored = await self._store(encode_row(row))
         else:
             drawn = spans or spans_of([] if version is None else [version])
-            self._judge(served, receipt, drawn, choice.finish or FAILED, first_s)
+            self._store_judged(served, receipt, drawn, choice.finish or FAILED, first_s)
         self._count(stored=stored, blocked=blocked, fault=fault)
         if not stored and receipt.recorded:
             receipt = msgspec.structs.replace(receipt, recorded=False)
@@ -417,12 +419,18 @@ class Recorder:
         """Reads who was forgotten and the secret, and writes the state now and then; on the
         uploader's thread."""
         now = time.monotonic()
-        if now - self._state_at < STATE_EVERY_S:
-            return
-        self._read_forgotten()
-        self._read_secret()
-        self._bucket.put(keys.live_gateway(self.name), encode_json(self.state()))
-        self._state_at = now
+        due = now - self._state_at >= STATE_EVERY_S
+        if due:
+            self._read_forgotten()
+            self._read_secret()
+        if due or self.generation() is not None:  # A canary waits for `uploaded_until`.
+            self._bucket.put(keys.live_gateway(self.name), encode_json(self.state()))
+        if due:
+            self._state_at = now
+
+    def _at_end(self) -> None:
+        state = msgspec.structs.replace(self.state(), ended=True)
+        self._bucket.put(keys.live_gateway(self.name), encode_json(state))
 
     def _read_secret(self) -> None:
         """Takes a generation that a rotation has added or put into use. One that cannot be read

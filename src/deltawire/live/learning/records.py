@@ -34,7 +34,7 @@ class LiveRecords:
     """
 
     judges = False
-    """Whether answers count that may not be stored: in canaries only."""
+    """Answers that may not be stored count too: in canaries only."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.answers: dict[str, Capture] = {}

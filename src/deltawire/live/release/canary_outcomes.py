@@ -2,13 +2,15 @@
 
 ::
 
-    segments ─▶ rows of this canary ─▶ (an answer has settled) ─▶ `CanaryTests`
+    segments ─▶ rows of this canary ─▶ (a user has settled) ─▶ `CanaryTests`
 
-An answer settles `outcome_after_s` after its end, or after the end that an answer of `slow_s` would
-have had, whichever is later. Counted by its end only, an arm that answers a few seconds later than
-the other would have fewer outcomes at each early look, as if its users had not reached it.
+Outcomes are in the order in which users first asked. A user settles at a fixed age since then,
+``horizon_s`` and ``outcome_after_s``, in both arms alike: in the order in which answers end, a slow
+arm would come later than the other. The clock is that of uploads: a time has passed once all
+gateways have uploaded what they took until then (`deltawire.live.release.upload_progress`), so a
+gateway that was cut off from the bucket delays outcomes, and loses none.
 
-Rows of other answers are read and forgotten. A row is kept until its answer settles, at most
+Rows of other answers are read and forgotten. A row is kept until its user settles, at most
 `LATE_S` longer; after that only the sums of the tests, the names of users and of answers remain.
 """
 
@@ -18,6 +20,7 @@ from deltawire.config.live import LiveConfig
 from deltawire.live.learning.records import LiveRecords
 from deltawire.live.release.evidence import CanaryTests, Evidence, HeldoutAccuracy
 from deltawire.live.release.outcomes import OutcomeRules, SettledAnswer
+from deltawire.live.release.upload_progress import complete_until
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import Bucket
 from deltawire.wire.captures import Capture, Feedback
@@ -102,10 +105,17 @@ class CanaryOutcomes:
     def __init__(self, bucket: Bucket, live: LiveConfig) -> None:
         self._rules = OutcomeRules(live)
         self._release = live.release
+        self._bucket = bucket
+        by_user = live.release.unit == "user"
+        self._horizon_s = live.release.horizon_s if by_user else 0.0
+        self._settles_s = self._horizon_s + live.release.outcome_after_s
         self.records = CanaryRecords(bucket, self._rules)
         self._canary: tuple[object, ...] = ()
         self._tests = CanaryTests(live.release)
         self._users: set[str] = set()
+        self._asked_until = float("-inf")
+        self.late = 0
+        """Users of the canary whose first row came when others that asked later had settled."""
 
     def poll(self, log: DecisionLog, now: float) -> Evidence | None:
         """Reads what is new, and returns the evidence so far; None without a canary. Raises
@@ -118,32 +128,55 @@ class CanaryOutcomes:
             self.records.follow(decision, since=since)
             self._canary = canary
             self._tests = CanaryTests(self._release, _heldout(log, decision))
-            self._users = set()
+            self._users, self._asked_until, self.late = set(), float("-inf"), 0
+        complete = complete_until(self._bucket, now)  # Before rows are read: they may be newer.
         self.records.poll()
-        self._tests.add(self._settled(decision, now))
-        self.records.expire(now - self._release.outcome_after_s - LATE_S)
+        self._tests.add(self._settled(decision, complete))
+        self.records.expire(complete - self._settles_s - LATE_S)
         return self._tests.evidence()
 
-    def _settled(self, decision: Decision, now: float) -> list[SettledAnswer]:
-        """Takes the answers that have settled since the last call, the earliest first."""
-        after_s, found = self._release.outcome_after_s, []
-        ends = {one.answer: self._end(one) for one in self.records.answers.values()}
-        ripe = [one for one in self.records.answers.values() if ends[one.answer] <= now - after_s]
-        for answer in sorted(ripe, key=lambda one: (ends[one.answer], one.answer)):
-            reports = self.records.settle(answer)
-            share = self._rules.assigned(answer, decision)
-            first = answer.user not in self._users
-            self._users.add(answer.user)
-            if share is not None and (first or self._release.unit == "answer"):
-                values = self._rules.values(answer, reports)
-                settled = ends[answer.answer] + after_s
-                found.append(SettledAnswer(settled, answer.arm, share, first, values))
-        return found
+    def _settled(self, decision: Decision, complete: float) -> list[SettledAnswer]:
+        """Takes the units that have settled since the last call, in the order in which they
+        asked."""
+        units: dict[str, list[Capture]] = {}
+        for answer in self.records.answers.values():
+            name = answer.user if self._release.unit == "user" else answer.answer
+            units.setdefault(name, []).append(answer)
+        until, found = complete - self._settles_s, []
+        for name, answers in units.items():
+            answers.sort(key=lambda one: (one.asked_at, one.answer))
+            if answers[0].asked_at <= until:
+                found.append((answers[0].asked_at, name))
+        settled = []
+        for asked, name in sorted(found):
+            outcome = self._outcome(units[name], decision)
+            if outcome is None:
+                continue
+            if asked < self._asked_until:
+                self.late += 1
+            else:
+                settled.append(outcome)
+        self._asked_until = max(self._asked_until, until)
+        return settled
 
-    def _end(self, answer: Capture) -> float:
-        """Returns when an answer ended, or when one of `slow_s` would have, in seconds since
-        1970."""
-        return max(answer.at, answer.at - answer.total_s + self._release.slow_s)
+    def _outcome(self, answers: list[Capture], decision: Decision) -> SettledAnswer | None:
+        """Forgets the answers of a unit, the earliest first, and returns its outcome; None if its
+        user has settled before."""
+        begun, share = answers[0], self._rules.assigned(answers[0], decision)
+        about = [(one, self.records.settle(one)) for one in answers]
+        first = begun.user not in self._users
+        self._users.add(begun.user)
+        if share is None or not (first or self._release.unit == "answer"):
+            return None
+        counted = [
+            (one, reports)
+            for one, reports in about
+            # A later stage assigns users again, and not those of both arms alike.
+            if one.asked_at <= begun.asked_at + self._horizon_s
+            and self._rules.assigned(one, decision) == share
+        ]
+        values = self._rules.outcome(counted, decision)
+        return SettledAnswer(begun.asked_at, begun.arm, share, first, values)
 
 
 def _heldout(log: DecisionLog, decision: Decision) -> HeldoutAccuracy | None:

@@ -1,14 +1,14 @@
-"""Outcomes: the values of a canary's answers, scaled to 0 … 1, in the order in which they settle.
+"""Outcomes: the values of a canary's users, or of its answers, scaled to 0 … 1.
 
-An answer's outcome is what was reported until a fixed age, the same for both arms. So an answer
-settles at a known time, and a later look adds outcomes after those of an earlier one: the order is
-what sequential tests need.
+An answer's outcome is what was reported within a fixed time after the request, and a user's outcome
+is made of all answers to requests within a fixed time after the first. Both are the same for both
+arms, whatever the arms take to answer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deltawire.config.live import DEFAULT_REWARDS, LiveConfig
@@ -24,13 +24,15 @@ METRIC = "metric"
 
 @dataclass(frozen=True)
 class SettledAnswer:
-    """One settled answer: its arm, the candidate's share when it was assigned, and its values.
+    """One outcome, of an answer or of all answers of a user: its arm, the candidate's share when it
+    was assigned, and its values.
 
-    ``first`` says that it is its user's first of the canary. ``values`` are in 0 … 1: `METRIC`, and
-    1 for each guardrail that it touched.
+    ``asked`` is the time of its first request, by which outcomes are in order. ``first`` says that
+    it is its user's first of the canary. ``values`` are in 0 … 1: `METRIC`, and 1 for each
+    guardrail that it touched.
     """
 
-    settled: float
+    asked: float
     arm: str
     share: float
     first: bool
@@ -85,22 +87,34 @@ class OutcomeRules:
 
     def assigned(self, answer: Capture, decision: Decision) -> float | None:
         """Returns the candidate's share when an answer of the ``decision``'s canary was assigned to
-        its arm at random; None for any other answer, and for one that another version than its
-        arm's drew: if that happens to one arm more than to the other, the sample ratio shows it."""
-        versions = {SERVING: decision.serving.version}
-        if decision.candidate is not None:
-            versions[CANDIDATE] = decision.candidate.version
+        its arm at random; None for any other answer. It counts for its arm whichever version drew
+        it: what an arm cannot answer must not be missing in it."""
         share = answer.propensity if answer.arm == CANDIDATE else 1 - answer.propensity
-        if not 0 < share < 1 or not answer.user or answer.arm not in versions:
-            return None
-        drawn = {version for version, _ in answer.spans}
-        return share if drawn <= {versions[answer.arm]} else None
+        known = answer.arm == SERVING or (answer.arm == CANDIDATE and decision.candidate)
+        return share if known and 0 < share < 1 and answer.user else None
+
+    def outcome(
+        self, answers: Sequence[tuple[Capture, Iterable[Feedback]]], decision: Decision
+    ) -> dict[str, float]:
+        """Returns the values of one unit, of whose answers each is given with its reports: the mean
+        metric, and the largest value of each guardrail that is known of one of them."""
+        rows = []
+        for answer, reports in answers:
+            row = self.values(answer, reports)
+            if "error" in row and not drawn_by_its_arm(answer, decision):
+                row["error"] = 1.0
+            rows.append(row)
+        found = {
+            name: max(row[name] for row in rows if name in row)
+            for name in {name for row in rows for name in row}
+        }
+        return found | {METRIC: math.fsum(row[METRIC] for row in rows) / len(rows)}
 
     def values(self, answer: Capture, reports: Iterable[Feedback]) -> dict[str, float]:
         """Returns the values of a settled answer: `METRIC`, and 1 for each guardrail that it
         touched. An answer that ended early has the worst metric. One that may not be stored has no
         value for the guardrails that need its text or tokens."""
-        until = answer.at + self._release.outcome_after_s
+        until = answer.asked_at + self._release.outcome_after_s
         values = values_of(report for report in reports if report.received <= until)
         if self._release.metric == "reward":
             reward = self._rules.reward(values, answer, self._own)
@@ -118,3 +132,11 @@ class OutcomeRules:
                 touched = not any(kind in values for kind in self._kinds)
             found[name] = float(touched)
         return found
+
+
+def drawn_by_its_arm(answer: Capture, decision: Decision) -> bool:
+    """Returns whether the version of its arm drew some of an answer, as far as versions are stated:
+    where it does not, another replica answered for one that could not."""
+    arm = decision.candidate if answer.arm == CANDIDATE else decision.serving
+    drawn = {version for version, _ in answer.spans}
+    return not drawn or (arm is not None and arm.version in drawn)
