@@ -18,6 +18,7 @@ same masters, and nothing is stored.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ _GRID_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """Bits of float32's mantissa that a published dtype lacks: an interval of a normal number that is
 no power of two has this many bits of float32 numbers."""
 _CHUNK = 1 << 18
+_CHUNK_ON_CPU = 1 << 14
+"""Operations on so few elements run on the calling thread. Divided among threads, each of them ends
+with a barrier, and on a machine with more threads than cores the barriers take twenty times as long
+as the work.
+"""
 _MULTIPLIERS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """Those of splitmix64's finalizer (Steele et al., 2014), as signed integers."""
 _STEP = -0x61C8864680B583EB
@@ -61,10 +67,13 @@ def dither(
         return
     flat = values.view(-1)
     key = _key_of(seed, name)
-    for first in range(0, flat.numel(), _CHUNK):
-        part = flat[first : first + _CHUNK]
-        places = torch.arange(first, first + part.numel(), device=part.device)
-        if shape is not None and offset is not None:
+    chunk = _CHUNK_ON_CPU if flat.device.type == "cpu" else _CHUNK
+    begin = _first_place(tuple(values.shape), shape, offset)
+    for first in range(0, flat.numel(), chunk):
+        part = flat[first : first + chunk]
+        start = first + (begin or 0)
+        places = torch.arange(start, start + part.numel(), device=part.device)
+        if begin is None and shape is not None and offset is not None:
             places = _in_whole(places, tuple(values.shape), shape, offset)
         part.copy_(_placed(part, dtype, _hashed(places, key) & ((1 << _GRID_BITS[dtype]) - 1)))
 
@@ -73,6 +82,18 @@ def _key_of(seed: int, name: str) -> int:
     """Returns a signed integer of 64 bits for a tensor of a run."""
     text = f"dither {seed} {name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def _first_place(
+    box: tuple[int, ...], shape: tuple[int, ...] | None, offset: tuple[int, ...] | None
+) -> int | None:
+    """Returns the flat index at which a box begins if its elements are consecutive ones of the
+    tensor, such as whole rows of a matrix; None if they are not."""
+    if shape is None or offset is None or not shape:
+        return 0
+    if box[1:] != shape[1:]:
+        return None
+    return offset[0] * math.prod(shape[1:])
 
 
 def _in_whole(

@@ -260,3 +260,22 @@ def test_a_kill_by_somebody_else_is_no_lack_of_memory(supervisor, tmp_path):
 def test_a_size_without_a_unit_is_in_bytes():
     told = describe_failure(MemoryError("you tried to allocate 2147483648 bytes."), "x", "trainer")
     assert "it asked for 2.0 GiB" in told.message
+
+
+FRAGMENTED = """
+from deltawire.runtime.memory import held_bytes, release_heap
+blocks = [bytearray(b"x" * (64 << 10)) for _ in range(4000)]
+kept = blocks[::50]
+del blocks
+before = held_bytes(peak=False)
+release_heap()
+print(before, held_bytes(peak=False))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library is another one")
+def test_freed_memory_between_blocks_in_use_goes_back_to_the_system():
+    done = subprocess.run([sys.executable, "-c", FRAGMENTED], capture_output=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before > 200 << 20, "the C library gives back by itself"
+    assert after < before - (150 << 20)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from statistics import fmean
 
 from deltawire.config import RunConfig
@@ -162,28 +163,48 @@ def run_evaluator(process: Process, estimator: OpenEstimator = no_estimator) -> 
                 names = [one.name for one in config.train.adapters]
                 waiting = {name: _open_line(process, name, stack) for name in names}
             else:
-                beat = process.heartbeat.progress
+                beat = partial(_beat, process)
                 estimate = estimator(process, config)
                 follower = _HeldoutFollower(
                     process, run, config, stack, beat=beat, estimate=estimate
                 )
                 waiting = {"": follower}
         process.events.span("start", started)
-        while waiting and not process.stopping:
-            process.heartbeat.progress("wait")
-            began = process.events.now()
-            moved = False
-            for name, one in list(waiting.items()):
-                one.measure()
-                if one.is_last:
-                    del waiting[name]
-                else:
-                    began = process.events.now()
-                    moved |= one.swap()
-            if waiting and not moved:
-                process.wait(process.bucket.poll_s)
-                process.events.span("wait", began)
+        with suppress(_StopAskedError):
+            _follow_all(process, waiting)
     process.record_life("stopped")
+
+
+class _StopAskedError(Exception):
+    """The process was asked to stop; what it measures is measured again by the next one."""
+
+
+def _beat(process: Process, activity: str) -> None:
+    """Reports progress; raises `_StopAskedError` once the process was asked to stop.
+
+    A measurement may take minutes, and nothing of it is kept if it is not finished.
+    """
+    process.heartbeat.progress(activity)
+    if process.stopping:
+        raise _StopAskedError
+
+
+def _follow_all(process: Process, waiting: dict[str, _HeldoutFollower]) -> None:
+    """Measures the versions of each line as they arrive, up to the last."""
+    while waiting and not process.stopping:
+        process.heartbeat.progress("wait")
+        began = process.events.now()
+        moved = False
+        for name, one in list(waiting.items()):
+            one.measure()
+            if one.is_last:
+                del waiting[name]
+            else:
+                began = process.events.now()
+                moved |= one.swap()
+        if waiting and not moved:
+            process.wait(process.bucket.poll_s)
+            process.events.span("wait", began)
 
 
 def _open_line(process: Process, name: str, stack: ExitStack) -> _HeldoutFollower:
@@ -197,8 +218,8 @@ def _open_line(process: Process, name: str, stack: ExitStack) -> _HeldoutFollowe
     stack.callback(own.record_life, "stopped")
 
     def beat(activity: str) -> None:
-        process.heartbeat.progress(activity)
         own.heartbeat.progress(activity)
+        _beat(process, activity)
 
     return _HeldoutFollower(own, run, config, stack, beat=beat)
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from deltawire.rl.trainer.orders import Start, StartLines, receive
 from deltawire.rl.trainer.rank import Rank, translated
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.runtime.lines import line_bucket
+from deltawire.runtime.memory import release_heap
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket
 from deltawire.sync import read_run
@@ -55,6 +57,9 @@ def run_trainer(
             start_lines(process.bucket, *source, signer=signer, run_id=run_id)
         elif source is not None:
             start_run(process.bucket, *source, signer=signer, run_id=run_id)
+        # The model that version 0 was published from is part of cycles.
+        gc.collect()
+        release_heap()
         run, config = open_run(process.bucket)
         config = config if source is None else source[0]
         _check_layout(config)

@@ -32,6 +32,7 @@ from deltawire.rl.trainer.orders import (
     Wait,
 )
 from deltawire.rl.trainer.resume import Restoration, Resumed
+from deltawire.runtime.memory import release_heap
 from deltawire.store import Bucket
 from deltawire.sync import COMPACTION_STRIDES, AnchorStats, CommitStats
 from deltawire.train.checkpoint import CheckpointWriter
@@ -143,6 +144,7 @@ class Rank(Generic[R_co]):
         )
         self.checkpoints = CheckpointWriter(bucket, self.mesh, run=run.id, confirm=confirm)
         self._saved = -1
+        release_heap()
 
     @property
     def mesh(self) -> TrainerMesh:
@@ -169,6 +171,7 @@ class Rank(Generic[R_co]):
     def train(self, order: Train, given: Any = None) -> R_co:
         """Compute a step, which changes this rank's shards; publishes nothing."""
         result = self.steps.train(self.masters, order, given)
+        release_heap()  # Of activations: publishing and the optimizer need other sizes.
         self.agree_to_stop()
         return result
 
@@ -192,6 +195,10 @@ class Rank(Generic[R_co]):
     def publish(self, version: int, metadata: Mapping[str, Any] | None = None) -> None:
         """Copy this rank's shards, and commit them in the background as ``version`` with those of
         the other ranks. Rank 0's ``metadata`` counts."""
+        self._publish(version, metadata)
+        release_heap()  # Of rounded weights, which the publisher has copied.
+
+    def _publish(self, version: int, metadata: Mapping[str, Any] | None) -> None:
         if self.publisher.next_version != version:
             raise ResyncError(
                 f"rank {self.mesh.rank} would publish version {self.publisher.next_version}, "
@@ -244,7 +251,8 @@ class Rank(Generic[R_co]):
         self.further.flush()
         self.further.close()
         self.publisher.close()
-        self.save(ledger)
+        if self.version:  # Version 0 is its own checkpoint: all that belongs to it follows from it.
+            self.save(ledger)
         self.checkpoints.close()
         if self.masters.digest() != self.publisher.digest and not self.diverged:
             raise BugError("the trainer's weights are not what it published", run=self.bucket.url)

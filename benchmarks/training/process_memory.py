@@ -1,0 +1,143 @@
+"""Runs one process of a run on a real model, and states the most memory that it held.
+
+``python -m benchmarks.training.process_memory CASE`` is such a process: it does what a trainer, a
+worker or an evaluator of that run does, on random tokens, and prints what it held after each step.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from deltawire.config import RunConfig, run_config
+from deltawire.runtime.memory import held_bytes
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One process to measure: ``tokens`` is ``train.max_tokens_per_batch``."""
+
+    model: str
+    role: str = "trainer"
+    mode: str = "full"
+    tokens: int = 2048
+    sequences: int = 16
+    length: int = 128
+    """Tokens of each sequence: 32 of its prompt, the others drawn."""
+    steps: int = 2
+    checkpointing: str = "none"
+    slots: int = 32
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        if self.role == "trainer":
+            return f"trainer {self.mode} {self.tokens}"
+        return f"{self.role} {self.slots} x {self.length}"
+
+    def config(self) -> RunConfig:
+        """The run that the process belongs to."""
+        values: dict[str, Any] = {
+            "name": "memory",
+            "threads": 1,
+            "model": {"path": self.model},
+            "rollout": {
+                "group_size": 8,
+                "max_tokens": self.length - PROMPT,
+                "context": self.length,
+                "slots": self.slots,
+            },
+            "train": {
+                "max_tokens_per_batch": self.tokens,
+                "groups_per_step": max(1, self.sequences // 8),
+                "activation_checkpointing": self.checkpointing,
+                "optimizer": {"learning_rate": 1e-5},
+                "schedule": {"warmup_steps": 0},
+                "versions": 100,
+                "checkpoint_every": 1000,
+            },
+            "evaluate": {"slots": self.slots},
+        }
+        if self.mode == "lora":
+            values["train"]["adapter"] = {"kind": "lora", "rank": 16}
+        return run_config(values, url="")
+
+
+PROMPT = 32
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process held, in bytes: at its peak, when it was ready, and after each step."""
+
+    peak: int
+    ready: int
+    steps: list[int]
+
+
+def groups_of(case: Case, step: int) -> list[Any]:
+    """Returns groups of random tokens whose completions end anywhere in their last quarter."""
+    from deltawire.wire.rollouts import Group, Trajectory
+
+    rng = np.random.default_rng(step)
+    most = case.length - PROMPT
+
+    def trajectory(place: int) -> Trajectory:
+        count = int(rng.integers(most * 3 // 4, most + 1))
+        return Trajectory(
+            rng.integers(0, 40_000, count).astype(np.int32),
+            np.full(count, -9.0, np.float32),
+            np.zeros(count, np.int32),
+            np.ones(count, np.uint8),
+            float(place % 2),
+            "stop",
+        )
+
+    return [
+        Group("w0", "n", f"t{n}", 1.0, rng.integers(0, 40_000, PROMPT).astype(np.int32),
+              [trajectory(place) for place in range(8)])
+        for n in range(max(1, case.sequences // 8))
+    ]  # fmt: skip
+
+
+def run_trainer(case: Case, folder: str) -> Held:
+    """Starts the run, then trains and publishes a few versions."""
+    from deltawire.rl.trainer.bootstrap import start_run
+    from deltawire.rl.trainer.group_steps import GroupSteps
+    from deltawire.rl.trainer.model import open_policy_model
+    from deltawire.rl.trainer.orders import Start
+    from deltawire.rl.trainer.rank import Rank
+    from deltawire.store import open_bucket
+    from deltawire.train.step import train_step
+
+    bucket, config = open_bucket(folder, create=True), case.config()
+    run = start_run(bucket, config, Path(case.model))
+    model = open_policy_model(bucket, run, config)
+    steps = GroupSteps(bucket, run, config)
+    start = Start(run=run.id, config=config, version=0, epoch=1, session="s" * 16, public_key="")
+    rank = Rank(bucket, run, start, model, steps)
+    del model
+    ready, held = held_bytes(peak=False), []
+    for step in range(case.steps):
+        train_step(rank.masters, groups_of(case, step), config)
+        rank.publish(step + 1)
+        held.append(held_bytes(peak=False))
+    rank.publisher.flush()
+    peak = held_bytes()
+    rank.close()
+    return Held(peak=peak, ready=ready, steps=held)
+
+
+def main() -> None:
+    """Runs the case of the first argument."""
+    case = msgspec.json.decode(sys.argv[1], type=Case)
+    with tempfile.TemporaryDirectory(prefix="deltawire-memory-") as folder:
+        found = run_trainer(case, folder)
+    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main()
