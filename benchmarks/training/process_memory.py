@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from deltawire.config import RunConfig, run_config
-from deltawire.runtime.memory import held_bytes
+from deltawire.runtime.memory import held_bytes, release_heap
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +115,8 @@ def run_trainer(case: Case, folder: str) -> Held:
 
     bucket, config = open_bucket(folder, create=True), case.config()
     run = start_run(bucket, config, Path(case.model))
+    gc.collect()  # As `deltawire.rl.trainer.entry.run_trainer` does.
+    release_heap()
     model = open_policy_model(bucket, run, config)
     steps = GroupSteps(bucket, run, config)
     start = Start(run=run.id, config=config, version=0, epoch=1, session="s" * 16, public_key="")
@@ -123,6 +125,7 @@ def run_trainer(case: Case, folder: str) -> Held:
     ready, held = held_bytes(peak=False), []
     for step in range(case.steps):
         train_step(rank.masters, groups_of(case, step), config)
+        release_heap()
         rank.publish(step + 1)
         held.append(held_bytes(peak=False))
     rank.publisher.flush()

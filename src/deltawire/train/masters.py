@@ -247,6 +247,12 @@ class MasterWeights:
         """Returns whether some parameters are not trained, so that `state` does not hold them."""
         return any(not parameter.requires_grad for parameter in self.model.parameters())
 
+    def frozen_names(self) -> set[str]:
+        """Returns the names of published tensors that no step changes."""
+        if not self.has_frozen or self.mesh.ranks > 1:
+            return set()
+        return {spec.name for spec in self.source.specs()} - self.source.trained().keys()
+
     @torch.no_grad()
     def load_frozen(self, mirror: Mirror) -> None:
         """Sets frozen parameters to those of a published version; masters keep their values."""

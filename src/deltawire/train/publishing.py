@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,15 @@ def open_rank_publisher(
     on_commit: Callable[[CommitStats], None] | None = None,
     on_anchor: Callable[[AnchorStats], None] | None = None,
     head: Mirror | None = None,
+    frozen: Collection[str] = (),
     snapshot_dir: Path | None = None,
 ) -> Publisher | ShardPublisher:
     """Returns the publisher of this rank's shards, which builds on ``version``.
 
     ``shards`` gives what this rank publishes now, of which only the ranges are read, and only where
     there are several ranks. ``epoch`` and ``session`` are the same on all ranks. A single process
-    may pass ``head``, the whole of that version, which the publisher takes over. With
+    may pass ``head``, the whole of that version, which the publisher takes over; it keeps no
+    second copy of tensors in ``frozen``, which do not change. With
     ``snapshot_dir`` the publisher's copies lie in files there, and ``head`` is not used.
     """
     settings: dict[str, Any] = {
@@ -60,4 +62,4 @@ def open_rank_publisher(
     elif head is None:
         head = load_mirror(bucket, run, at=version)
     assert head is not None
-    return Publisher(bucket, run, head, **settings)
+    return Publisher(bucket, run, head, frozen=frozen, **settings)

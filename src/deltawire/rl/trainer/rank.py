@@ -129,6 +129,7 @@ class Rank(Generic[R_co]):
             signer=signer,
             on_commit=on_commit,
             on_anchor=on_anchor,
+            frozen=self.masters.frozen_names(),
             snapshot_dir=machine_policy().publisher_dir(train.publisher_offload),
         )
         self.further = Publications(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -83,9 +83,10 @@ class Mirror:
         """The digest of the elements that are held."""
         return self.digest if self.held is None else self.held
 
-    def copy(self) -> Mirror:
-        """Returns a mirror with a copy of the memory."""
-        tensors = {name: bits.copy() for name, bits in self.tensors.items()}
+    def copy(self, *, shared: Container[str] = ()) -> Mirror:
+        """Returns a mirror with a copy of the memory, but for tensors in ``shared``, whose memory
+        both have where that is possible."""
+        tensors = {n: bits if n in shared else bits.copy() for n, bits in self.tensors.items()}
         return Mirror(tensors, self.version, self.digest, dict(self.starts), self.held)
 
     def fresh(self, run: Run) -> Mirror:

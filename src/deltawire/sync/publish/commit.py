@@ -32,7 +32,7 @@ from deltawire.sync.chain.objects import (
     read_manifest,
 )
 from deltawire.sync.chain.payloads import store_payload, table_blobs
-from deltawire.sync.follow.mirror import Mirror
+from deltawire.sync.follow.mirror import Bits, Mirror
 from deltawire.sync.publish.anchor_schedule import AnchorSchedule
 from deltawire.sync.publish.anchors import (
     NOTHING,
@@ -193,7 +193,8 @@ class VersionWriter:
         if mirror.version < 0:
             mirror.clear()
         self.baseline = mirror
-        self.staging = mirror.copy()
+        # Of tensors that do not change, a second copy would never be written.
+        self.staging = mirror.copy(shared=self._frozen if mirror.version >= 0 else ())
         self.differing: set[str] = set()
         """Names of the tensors whose staged bits may differ from the baseline's; only these are
         encoded. The code that writes to ``staging`` adds them.
@@ -214,6 +215,13 @@ class VersionWriter:
             self._sums = digest_chunks(self.chunks, mirror, threads=threads)
             self._check_sums()
             self.skip_unreadable()
+
+    def staged(self, name: str) -> Bits:
+        """Returns the memory that takes a tensor's next bits, which the baseline does not share."""
+        bits = self.staging.tensors[name]
+        if bits is self.baseline.tensors[name]:
+            bits = self.staging.tensors[name] = bits.copy()
+        return bits
 
     def touched(self, size: int) -> None:
         """Counts bytes that were copied to the staging buffers, perhaps from the baseline."""

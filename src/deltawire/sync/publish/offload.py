@@ -18,7 +18,7 @@ import mmap
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,9 @@ class OffloadedMirror(Mirror):
         self._touched = 0
         self._counting = threading.Lock()
 
-    def copy(self) -> OffloadedMirror:
-        """Returns a mirror with a copy of the content in another file."""
+    def copy(self, *, shared: Container[str] = ()) -> OffloadedMirror:
+        """Returns a mirror with a copy of the content in another file, which shares nothing."""
+        del shared
         made = OffloadedMirror(
             {name: (bits.size, bits.dtype) for name, bits in self.tensors.items()}, self.folder
         )

@@ -397,7 +397,7 @@ class Publisher:
             found |= {name: kept[name] for name in rest if name in differing}
             differing.difference_update(rest)
         differing.update(given)
-        return [(staging.tensors[name], bits) for name, bits in found.items()]
+        return [(self._writer.staged(name), bits) for name, bits in found.items()]
 
     def _bits(self, spec: TensorSpec, value: Any) -> Bits | LazyTensor:
         try:

@@ -482,3 +482,28 @@ def test_tied_names_are_stored_once(bucket):
     publisher.publish(renamed)
     publisher.close()
     assert same_bits(load_mirror(bucket, other).tensors, weights(1))
+
+
+def test_frozen_tensors_have_one_copy_and_a_change_of_one_is_published_all_the_same(bucket):
+    with closing(start_publisher(bucket)) as first:
+        first.publish(weights(0))
+    run = first.run
+    names = sorted(weights(0))
+    frozen, others = {"embed.weight", names[-1]}, [n for n in names[:-1] if n != "embed.weight"]
+    opened = Publisher(bucket, run, load_mirror(bucket, run), epoch=2, frozen=frozen)
+    with closing(opened) as publisher:
+        writer = publisher._writer
+        held, staged = writer.baseline.tensors, writer.staging.tensors
+        assert {name for name in names if staged[name] is held[name]} == frozen
+        publisher.publish({name: weights(1)[name] for name in others}, partial=True)
+        publisher.flush()
+        mixed = {name: weights(0 if name in frozen else 1)[name] for name in names}
+        assert same_bits(load_mirror(bucket, run).tensors, as_held(mixed))
+        publisher.publish(weights(2))  # The hint was wrong.
+        publisher.flush()
+        assert same_bits(load_mirror(bucket, run).tensors, as_held(weights(2)))
+
+
+def as_held(tensors):
+    dtypes = {spec.name: codec.unsigned_of(spec.dtype) for spec in TENSORS}
+    return {name: bits.reshape(-1).view(dtypes[name]) for name, bits in tensors.items()}
