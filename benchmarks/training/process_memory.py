@@ -6,6 +6,7 @@ worker or an evaluator of that run does, on random tokens, and prints what it he
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 from pathlib import Path
