@@ -95,11 +95,13 @@ def is_of_adapter(name: str) -> bool:
     return ".lora_" in name or ".modules_to_save." in name
 
 
-def load_adapted(folder: Path, config: AdapterConfig, *, seed: int) -> Any:
+def load_adapted(
+    folder: Path, config: AdapterConfig, *, seed: int, dtype: torch.dtype = torch.float32
+) -> Any:
     """Loads the causal LM of a directory with its adapter; its frozen experts are packed, tensor by
     tensor, if the configuration says so. Raises `InputError`."""
     if config.packed == "none":
-        model = adapted(load_model(folder), config, seed=seed)
+        model = adapted(load_model(folder, dtype=dtype), config, seed=seed)
     else:
         check_directory(folder)
         model = adapted(empty_model(folder), config, seed=seed)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.initialization import no_init_weights
@@ -119,15 +120,15 @@ def _foreign_code(value: Any) -> str:
     return ""
 
 
-def load_model(path: Path) -> Any:
-    """Loads the causal LM of a directory in float32 on the CPU; raises `InputError`."""
+def load_model(path: Path, *, dtype: torch.dtype = torch.float32) -> Any:
+    """Loads the causal LM of a directory in ``dtype`` on the CPU; raises `InputError`."""
     check_directory(path)
     try:
         with _quiet():
             auto: Any = AutoModelForCausalLM
             model, report = auto.from_pretrained(
                 path,
-                dtype=torch.float32,
+                dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -144,6 +145,17 @@ def load_model(path: Path) -> Any:
             "is missing or of another shape"
         )
     return model
+
+
+def holds_only_bf16(path: Path) -> bool:
+    """Returns whether all tensors of a directory's files are bf16, so that loading them as such
+    changes no bit; reads the files' headers only."""
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            if any(opened.get_slice(name).get_dtype() != "BF16" for name in opened.keys()):  # noqa: SIM118
+                return False
+    return bool(files)
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from deltawire import codec
@@ -14,7 +15,7 @@ from deltawire.config import RunConfig
 from deltawire.config.machine import machine_policy
 from deltawire.export.adapter import load_adapted
 from deltawire.export.lines import line_model
-from deltawire.export.models import published_files, with_quantization
+from deltawire.export.models import holds_only_bf16, published_files, with_quantization
 from deltawire.export.peft_directory import adapter_files, load_peft
 from deltawire.export.source import WeightSource, open_source
 from deltawire.quantization.packing import report_of
@@ -27,10 +28,26 @@ from deltawire.wire.run import ModelFile, TensorSpec
 from deltawire.wire.seal import Signer
 
 
-def load_start(config: RunConfig, directory: Path) -> tuple[Any, WeightSource]:
-    """Loads the model that a configuration starts from, with its adapter, and its exporter."""
+def load_start(
+    config: RunConfig, directory: Path, *, to_publish: bool = False
+) -> tuple[Any, WeightSource]:
+    """Loads the model that a configuration starts from, with its adapter, and its exporter.
+
+    If it is only ``to_publish``, a model of bf16 weights is not widened to float32: that would take
+    twice the memory, for the same published bits.
+    """
     adapter = config.train.base_adapter
-    model = load_adapted(directory, adapter, seed=config.seed)
+    narrow = (
+        to_publish
+        and config.train.exporter == "bf16"
+        and not config.train.also_publish
+        and adapter.packed == "none"
+        and not adapter.modules_to_save
+        and not adapter.init
+        and holds_only_bf16(directory)
+    )
+    dtype = torch.bfloat16 if narrow else torch.float32
+    model = load_adapted(directory, adapter, seed=config.seed, dtype=dtype)
     if adapter.init:
         load_peft(model, adapter, Path(adapter.init))
     return model, open_source(config.train.exporter, model)

@@ -30,6 +30,7 @@ from deltawire.export.models import (
 from deltawire.export.quantized import serve_quantized
 from deltawire.placement.device import resolve_device
 from deltawire.runtime.lines import publication_bucket
+from deltawire.runtime.memory import release_heap
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import Follower, Steps, Update, newest_version
@@ -111,6 +112,7 @@ def serve_policy(
         raise
     if not opened.external:
         folder.cleanup()
+    release_heap()  # Of the version's bits, which were copied into the model.
 
     async def close() -> None:
         await opened.close()

@@ -47,7 +47,7 @@ def start_run(
     load_tokenizer(model_directory)
     if config.midtrain is None:
         open_tasks(config.task, seed=config.seed).draw("check", 0)
-    start = start or load_start(config, model_directory)
+    start = start or load_start(config, model_directory, to_publish=True)
     publications = {one: open_source(one, start[0]) for one in config.train.also_publish}
     served = publications.get(config.rollout.weights, start[1])
     check_tensors(config.rollout.engine, served.specs())
