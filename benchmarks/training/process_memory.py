@@ -72,7 +72,7 @@ PROMPT = 32
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process held, in bytes: at its peak, when it was ready, and after each step."""
+    """Bytes that a process held: at its peak, when it was ready, and after each step."""
 
     peak: int
     ready: int
