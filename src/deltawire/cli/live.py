@@ -15,7 +15,7 @@ _ACTIONS = {
     "plan": "answers that each stage needs",
     "decide": "follow the tests, until stopped",
     "promote": "by hand: let a version serve all users",
-    "hold": "by hand: keep the candidate's share until a person decides",
+    "hold": "by hand: return users to the serving version until a person decides",
     "rollback": "by hand: take the candidate back, or serve an earlier version",
 }
 
@@ -175,6 +175,11 @@ def _show(state: dict[str, Any], *, as_json: bool) -> None:
         print(  # noqa: T201
             f"  held-out accuracy less live metric: candidate {gap['candidate']:+.3f}, "
             f"serving {gap['serving']:+.3f}"
+        )
+    if state["paused_until"]:
+        print(  # noqa: T201
+            f"  alarm: the evaluation gate stopped {state['gate_failures']} candidates in a row; "
+            f"learning pauses for {max(state['paused_until'] - state['now'], 0):.0f} s more"
         )
     if state.get("alarm"):
         print(f"  alarm: {state['alarm']}")  # noqa: T201

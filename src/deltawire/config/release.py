@@ -75,7 +75,8 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     stage_outcomes: Count = 100
     """Outcomes of the candidate before the next stage begins."""
     max_outcomes: Count = 10_000
-    """Outcomes of both arms in the last stage after which an undecided canary is held."""
+    """Outcomes of both arms in the last stage after which an undecided canary gives way to a newer
+    candidate; after twice as many it ends, and its users return to the serving version."""
     outcome_after_s: Positive = 3600.0
     """An answer's outcome is what was reported within this time after the request."""
     horizon_s: Positive = 3600.0
@@ -113,6 +114,9 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     limit."""
     estimate_least: Annotated[float, Meta(ge=2, le=1e6)] = 30.0
     """No estimate below this effective sample size."""
+    pause_s: Annotated[float, Meta(ge=0, le=1e6)] = 600.0
+    """After three candidates in a row that the evaluation gate stopped, learners make no groups for
+    so long, and no candidate is tried; after each further one twice as long as before. 0: never."""
     every_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """Time between two candidates, at least."""
     restore: bool = True

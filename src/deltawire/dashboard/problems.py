@@ -30,6 +30,9 @@ def problems_of(status: RunStatus) -> list[RunProblem]:
     if status.release is not None and status.release.gap_alarm:
         words = "users do not see the gain of the last candidate on held-out tasks"
         found.append(RunProblem(severity="alarm", text=f"{words}; see deltawire live status"))
+    if status.release is not None and status.release.paused_until:
+        words = f"the evaluation gate stopped {status.release.gate_failures} candidates in a row"
+        found.append(RunProblem(severity="alarm", text=f"{words}: learning pauses"))
     if status.release is not None and status.release.void:
         words = f"void decisions: {status.release.void}; see deltawire live status"
         found.append(RunProblem(severity="warning", text=words))

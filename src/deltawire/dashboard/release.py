@@ -106,6 +106,10 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     decisions: dict[str, int]
     void: int
     gap_alarm: bool = False
+    gate_failures: int = 0
+    """Candidates in a row that the evaluation gate stopped."""
+    paused_until: float = 0.0
+    """Until when learning pauses for that, in seconds since 1970; 0 if it does not."""
     figures: CandidateFigures | None = None
     """Those of the newest candidate."""
 
@@ -152,6 +156,8 @@ def release_of(log: DecisionLog) -> ReleaseStatus | None:
         reason=newest.reason,
         decisions=dict(Counter(one.verdict for one in log.decisions)),
         void=len(log.void),
+        gate_failures=log.gate_failures(),
+        paused_until=log.paused_until(),
         gap_alarm=newest.evidence.get(GAP_ALARM, 0.0) > 0,
         figures=candidates[-1] if candidates else None,
     )

@@ -284,6 +284,9 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
         "serving": _version(newest.serving if newest else None),
         "restores": None,
         "candidate": None,
+        "gate_failures": releaser.log.gate_failures(),
+        "paused_until": releaser.log.paused_until(),
+        "now": now,
         "decisions": [_row(one) for one in releaser.log.decisions],
         "void": {str(number): fault for number, fault in releaser.log.void.items()},
     }

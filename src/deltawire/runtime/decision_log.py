@@ -21,7 +21,15 @@ from deltawire.runtime.signed_bucket import signing
 from deltawire.store import Bucket
 from deltawire.sync.chain.evidence import Absent, Sound, Unknown, evidence_of
 from deltawire.wire import keys
-from deltawire.wire.decisions import MAX_DECISION_BYTES, RESTORES, Decision, fault_after
+from deltawire.wire.decisions import (
+    ENDED,
+    GATE_FAILURES,
+    MAX_DECISION_BYTES,
+    PAUSED_UNTIL,
+    RESTORES,
+    Decision,
+    fault_after,
+)
 from deltawire.wire.objects import decode_json, encode_json
 
 
@@ -142,6 +150,31 @@ class DecisionLog:
             for one in self.decisions
             if one.verdict == "promote" and RESTORES in one.evidence
         }
+
+    def gate_failures(self) -> int:
+        """Returns how many candidates in a row the evaluation gate stopped, up to now."""
+        failed = self._last_failure()
+        return 0 if failed is None else int(failed.evidence[GATE_FAILURES])
+
+    def paused_until(self) -> float:
+        """Returns until when learning pauses, in seconds since 1970; 0 if it does not. A candidate
+        that began after the pause ends it."""
+        now = self.newest
+        failed = self._last_failure()
+        if now is None or failed is None or now.verdict not in ("rollback", "promote"):
+            return 0.0
+        return failed.evidence.get(PAUSED_UNTIL, 0.0)
+
+    def _last_failure(self) -> Decision | None:
+        """Return the rollback by the gate after which no candidate was shown to users and nobody
+        decided by hand."""
+        for one in reversed(self.decisions):
+            if GATE_FAILURES in one.evidence:
+                return one
+            unseen = one.verdict in ("gate", "hold") and not one.share
+            if ENDED in one.evidence or not (unseen or RESTORES in one.evidence):
+                return None
+        return None
 
     def canary_since(self) -> float | None:
         """Returns when the undecided candidate was first shown to users; None if it was not."""

@@ -52,10 +52,11 @@ class Decision(
     the process or the person that decided, ``reason`` a sentence for people, and ``evidence`` the
     figures that it rests on. In a shadow, ``copies`` is the share of users' requests that the
     candidate answers too, unseen by users, and ``salt`` names the shadow. A hold says what it
-    waits for. A rollback names the rejected version as its candidate, with share 0. ``previous``
-    is the BLAKE3 hash of the object of the valid decision before, so that no decision can be taken
-    out of the series unnoticed; empty for the first one, and for those of releases that wrote
-    none.
+    waits for; it either shows the candidate to as many users as the decision before, or to none:
+    then all users are back on the serving version. A rollback names the rejected version as its
+    candidate, with share 0. ``previous`` is the BLAKE3 hash of the object of the valid decision
+    before, so that no decision can be taken out of the series unnoticed; empty for the first one,
+    and for those of releases that wrote none.
     """
 
     number: Index
@@ -82,6 +83,12 @@ class Decision(
 
 RESTORES = "restores_version"
 """The figure of a promotion that names the version whose weights the promoted one restores."""
+GATE_FAILURES = "gate_failures"
+"""The figure of a rollback by the evaluation gate: how many candidates in a row it stopped."""
+PAUSED_UNTIL = "paused_until"
+"""The figure of such a rollback that says until when learning pauses, in seconds since 1970."""
+ENDED = "ended_undecided"
+"""The figure of a hold that ended a canary without a decision: its candidate is shown no more."""
 FORGETS = "forgets_versions"
 """The figure of a rollback that rebuilds a run without a user's answers: how many versions had been
 trained on them. Learners then train again on the other answers of the withdrawn versions."""
@@ -174,9 +181,9 @@ def fault_after(before: Decision | None, decision: Decision) -> str:
 def _fault_between(before: Decision, decision: Decision) -> str:
     """Returns why ``decision`` cannot change what an undecided candidate is shown."""
     if decision.verdict == "hold":
-        same = _seen(decision) == _seen(before)
+        keeps = _seen(decision) in (_seen(before), (0.0, 0.0, "", 0))
         return (
-            "" if same and decision.waits_for else "a hold that changes users, or waits for nothing"
+            "" if keeps and decision.waits_for else "a hold that moves users, or waits for nothing"
         )
     if decision.verdict == "shadow":
         if _seen(before)[:3] != (0.0, 0.0, ""):

@@ -306,6 +306,9 @@ class LearnerLoop:
             return False
         if status.credits.get(self.process.name, 0) <= self.groups.sequence:
             return False
+        if time.time() < self._released.paused_until():
+            self._waits = "the evaluation gate stopped several candidates in a row: learning pauses"
+            return False
         return self._open or self._passes_bar()
 
     def _passes_bar(self) -> bool:

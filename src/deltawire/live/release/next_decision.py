@@ -26,7 +26,22 @@ from deltawire.live.release.evidence import CanaryTests, Evidence
 from deltawire.live.release.paired_gate import Scores, compare_sets
 from deltawire.live.release.shadow_evidence import ShadowEvidence, shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
-from deltawire.wire.decisions import RESTORES, UNDECIDED, Decision, ServedVersion, Verdict
+from deltawire.wire.decisions import (
+    ENDED,
+    GATE_FAILURES,
+    PAUSED_UNTIL,
+    RESTORES,
+    UNDECIDED,
+    Decision,
+    ServedVersion,
+    Verdict,
+)
+
+FAILURES_IN_A_ROW = 3
+"""After so many candidates that the evaluation gate stopped, learning pauses."""
+MOST_DOUBLINGS = 16
+END_AFTER = 2
+"""A canary ends at so many times ``max_outcomes``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +77,7 @@ def next_candidate(
     after = decision.serving if decision.candidate is None else decision.candidate
     if decision.verdict not in UNDECIDED:
         after = decision.serving
-    if now < decision.at + release.every_s:
+    if now < max(decision.at + release.every_s, log.paused_until()):
         return None
     known = {version for version, score in scores.items() if release.gate.keys() <= score.keys()}
     versions = known if release.gate else {newest}
@@ -117,6 +132,8 @@ def _next(
             "which is undecided"
         )
         return make.decision("gate", before.serving, newer, reason=reason)
+    if ENDED in before.evidence:
+        return None
     if before.copies:
         return _leave_shadow(before, release, situation, make)
     if not before.share:
@@ -153,10 +170,9 @@ class _Maker:
             **more,  # type: ignore[arg-type]
         )
 
-    def hold(
-        self, before: Decision, reason: str, waits_for: str, evidence: Mapping[str, float]
-    ) -> Decision | None:
-        if before.verdict == "hold" and before.waits_for == waits_for:
+    def hold(self, before: Decision, reason: str, evidence: Mapping[str, float]) -> Decision | None:
+        """Wait for data, and show the candidate to the same users meanwhile."""
+        if before.gives_way:
             return None
         return self.decision(
             "hold",
@@ -167,8 +183,35 @@ class _Maker:
             copies=before.copies,
             salt=before.salt,
             generation=before.generation,
+            waits_for="data",
+            evidence=dict(evidence),
+        )
+
+    def hold_hidden(
+        self, before: Decision, reason: str, waits_for: str, evidence: Mapping[str, float]
+    ) -> Decision:
+        """Return all users to the serving version while the candidate waits."""
+        return self.decision(
+            "hold",
+            before.serving,
+            before.candidate,
+            reason=reason,
             waits_for=waits_for,
             evidence=dict(evidence),
+        )
+
+    def stop_at_gate(
+        self, before: Decision, pause_s: float, reason: str, evidence: Mapping[str, float]
+    ) -> Decision:
+        """Roll back before any user saw the candidate; learning pauses after some in a row."""
+        failures = self.log.gate_failures() + 1
+        figures = {**evidence, GATE_FAILURES: float(failures)}
+        if failures >= FAILURES_IN_A_ROW and pause_s:
+            waits_s = pause_s * 2.0 ** min(failures - FAILURES_IN_A_ROW, MOST_DOUBLINGS)
+            figures[PAUSED_UNTIL] = self.now + waits_s
+            reason = f"{failures} in a row, learning pauses for {waits_s:g} s; {reason}"
+        return self.decision(
+            "rollback", before.serving, before.candidate, reason=reason, evidence=figures
         )
 
     def canary(
@@ -230,7 +273,7 @@ def _pass_gate(
         if situation.now < before.at + release.gate_wait_s:
             return None
         names = ", ".join(missing)
-        return make.hold(before, f"versions without held-out results: {names}", "data", {})
+        return make.hold(before, f"versions without held-out results: {names}", {})
     findings, figures = compare_sets(release, mine, theirs), {}
     for one in findings:
         figures[f"candidate_{one.name}"] = one.candidate
@@ -238,10 +281,10 @@ def _pass_gate(
         figures[f"log_evidence_gate_{one.name}"] = one.log_evidence
     if failed := [one.words for one in findings if one.failed]:
         reason = f"evaluation gate: {'; '.join(failed)}"
-        return make.decision("rollback", serving, candidate, reason=reason, evidence=figures)
+        return make.stop_at_gate(before, release.pause_s, reason, figures)
     if undecided := [one.words for one in findings if one.below]:
         reason = f"evaluation gate, undecided: {'; '.join(undecided)}"
-        return make.hold(before, reason, "data", figures)
+        return make.hold(before, reason, figures)
     if release.shadow:
         return make.shadow(before, release.shadow_share, "passed the evaluation gate", figures)
     return make.canary(before, release.stages[0], "passed the evaluation gate", figures)
@@ -263,7 +306,7 @@ def _leave_shadow(
         return make.canary(before, release.stages[0], reason, figures)
     if situation.now >= before.at + release.gate_wait_s:
         reason = f"only {evidence.copies} of {release.shadow} copies were compared"
-        return make.hold(before, reason, "data", figures)
+        return make.hold(before, reason, figures)
     return None
 
 
@@ -275,7 +318,7 @@ def _go_on(
     assert candidate is not None
     if evidence.mismatched:
         reason = "sample-ratio mismatch: users did not reach the arms as assigned"
-        return make.hold(before, reason, "person", figures)
+        return make.hold_hidden(before, reason, "person", figures)
     if harmful := evidence.harmful():
         reason = f"worse than version {before.serving.version}: {', '.join(harmful)}"
         return make.decision("rollback", before.serving, candidate, reason=reason, evidence=figures)
@@ -289,9 +332,12 @@ def _go_on(
     if mine >= release.stage_outcomes and evidence.metric.rejects:
         reason = f"not worse than version {before.serving.version} by {release.margin:g}"
         return make.decision("promote", candidate, reason=reason, evidence=figures)
+    reason = f"undecided after {mine + theirs} outcomes at a share of {before.share:g}"
+    if mine + theirs >= END_AFTER * release.max_outcomes:
+        reason += "; ended, a newer version is tested next"
+        return make.hold_hidden(before, reason, "data", {**figures, ENDED: 1.0})
     if mine + theirs >= release.max_outcomes:
-        reason = f"undecided after {mine + theirs} outcomes at a share of {before.share:g}"
-        return make.hold(before, reason, "data", figures)
+        return make.hold(before, reason, figures)
     return None
 
 
@@ -305,8 +351,8 @@ def decide_by_hand(
     target: ServedVersion | None = None,
 ) -> Decision:
     """Returns a person's decision: ``promote`` the candidate or the ``target``, ``hold`` the
-    candidate until a person decides, or ``rollback`` the candidate or, without one, to the version
-    that served before or to the ``target``.
+    candidate until a person decides, unseen by users, or ``rollback`` the candidate or, without
+    one, to the version that served before or to the ``target``.
 
     Raises `InputError` if there is nothing to decide about.
     """
@@ -319,10 +365,9 @@ def decide_by_hand(
     if verdict == "hold":
         if candidate is None:
             raise InputError("there is no candidate to hold")
-        held = make.hold(before, reason or "held by hand", "person", {})
-        if held is None:
+        if before.waits_for == "person":
             raise InputError("the candidate is held for a person already")
-        return held
+        return make.hold_hidden(before, reason or "held by hand", "person", {})
     if verdict == "promote":
         chosen = target or candidate
         if chosen is None:

@@ -57,6 +57,11 @@ class ReleasedGroups:
         self._open = [one for one in self._open if one.number not in self._restored]
         return len(self.groups) > before
 
+    def paused_until(self) -> float:
+        """Returns until when learning pauses, as the decisions that `poll` read say; 0 if it does
+        not."""
+        return self._log.paused_until()
+
     def _read_versions(self, first: Decision) -> None:
         """Reads the versions that are new; at first those after the ``first`` decision was made.
 

@@ -143,6 +143,24 @@ def serve(bucket, run, number, version, **facts):
     )
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_learning_pauses_as_long_as_the_gate_says(started, over):
+    bucket = with_answers(range(1, 9))
+    run = start_run(bucket)
+    log = DecisionLog(bucket, run.id)
+    serving, failed = (ServedVersion(n, f"{n:032x}") for n in (0, 1))
+    about = {"run": run.id, "at": 0.0, "by": "gate", "serving": serving}
+    until = NOW + (50.0 if over else 1000.0)
+    figures = {"gate_failures": 3.0, "paused_until": until}
+    assert log.append(Decision(number=0, verdict="serve", **about))
+    assert log.append(
+        Decision(number=1, verdict="rollback", candidate=failed, evidence=figures, **about)
+    )
+    loop, _ = started(bucket, config_of(), status=trainer(2))
+    assert loop._turn() == over
+    assert ("learning pauses" in loop.waits) == (not over)
+
+
 @pytest.mark.parametrize("baseline", ["batch", "value_tracker", "learned"])
 def test_a_rebuild_offers_the_other_answers_again_once_it_is_restored(started, baseline):
     bucket = with_answers(range(1, 10), owners={6: BOB})

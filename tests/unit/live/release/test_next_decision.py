@@ -19,7 +19,7 @@ from deltawire.live.release.paired_gate import SetScore
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import open_bucket
 from deltawire.wire import keys
-from deltawire.wire.decisions import CANDIDATE, ServedVersion
+from deltawire.wire.decisions import CANDIDATE, ServedVersion, assign
 from deltawire.wire.objects import encode_json
 from deltawire.wire.receipts import SERVING
 
@@ -118,6 +118,8 @@ def test_users_in_the_wrong_arms_are_looked_at_before_anything_else():
     decision = step(series, outcomes=outcomes(2000, mine=0.9, on=0.4))
     assert (decision.verdict, decision.waits_for) == ("hold", "person")
     assert "sample-ratio" in decision.reason
+    assert all(assign(decision, f"user{n}").version == OLD.version for n in range(50))
+    assert decision.evidence["outcomes_candidate"] > 0
     assert step(series, outcomes=outcomes(4000, mine=0.9)) is None
     by_hand = decide_by_hand(series, "rollback", by="ann", now=0.0)
     assert series.append(by_hand)
@@ -131,6 +133,51 @@ def test_an_undecided_canary_is_held_and_goes_on_with_more_data():
     assert step(series, outcomes=outcomes(4100, mine=0.58, theirs=0.6, seed=3)) is None
     more = outcomes(6000, mine=0.7, seed=4)
     assert step(series, outcomes=more).verdict == "promote"
+
+
+def test_a_canary_that_stays_undecided_ends_and_a_newer_version_is_tested():
+    series = in_canary()
+    undecided = outcomes(8000, mine=0.585, theirs=0.6, seed=3)
+    assert step(series, outcomes=undecided[:4000]).share == 0.5
+    ended = step(series, outcomes=undecided)
+    assert (ended.verdict, ended.waits_for, ended.share, ended.salt) == ("hold", "data", 0.0, "")
+    assert assign(ended, "ann").version == OLD.version
+    assert step(series) is None, "the same candidate is not tested again"
+    assert next_candidate(series, RELEASE, newest=5, scores=EVEN, now=1e9) is None
+    assert next_candidate(series, RELEASE, newest=6, scores=EVEN, now=1e9) == 6
+    assert step(series, candidate=NEXT).candidate == NEXT
+    assert step(series).verdict == "canary"
+    assert not series.rejected()
+
+
+def test_learning_pauses_after_three_failures_at_the_gate_and_twice_as_long_after_the_next():
+    release = msgspec.structs.replace(RELEASE, pause_s=60.0)
+    series = series_of()
+    step(series, newest=OLD)
+    now, pauses = 1000.0, []
+    for number in range(5, 10):
+        version = ServedVersion(number, f"{number:032x}")
+        scores = {3: {"accuracy": SetScore(0.5)}, number: {"accuracy": SetScore(0.1)}}
+        about = {"newest": number, "scores": scores}
+        if pauses:
+            assert next_candidate(series, release, now=now - 1, **about) is None
+        assert next_candidate(series, release, now=now, **about) == number
+        step(series, release, candidate=version, now=now)
+        assert series.paused_until() == 0.0
+        failed = step(series, release, scores=scores, now=now)
+        assert failed.evidence["gate_failures"] == number - 4 == series.gate_failures()
+        if series.paused_until():
+            pauses.append(series.paused_until() - now)
+            now = series.paused_until()
+            assert release_of(series).paused_until == now
+        # The trainer restores the serving version by a new number: the failures still count.
+        forward = ServedVersion(number + 100, series.newest.serving.digest)
+        about = {"restored": forward, "newest": forward}
+        assert decide_next(series, release, Situation(now=now, **about), by="g0") is not None
+    assert pauses == [60.0, 120.0, 240.0]
+    step(series, release, candidate=ServedVersion(20, "a" * 32))
+    assert step(series, release, scores={3: EVEN[3], 20: EVEN[5]}).verdict == "canary"
+    assert (series.gate_failures(), series.paused_until()) == (0, 0.0)
 
 
 def test_the_gate_compares_every_suite_and_waits_for_missing_ones():
