@@ -45,7 +45,7 @@ GROUPS = {
         "fsck",
         "replay",
     ),
-    "versions of a run": ("bisect",),
+    "versions of a run": ("bisect", "dataset"),
     "plan and measure": (
         "plan",
         "shapes",

@@ -22,6 +22,7 @@ _EXTRA_OF = {
     "aiohttp": "serve",
     "cryptography": "sign",
     "prometheus_client": "metrics",
+    "pyarrow": "data",
     "tensorboardX": "tensorboard",
     "trackio": "trackio",
     "wandb": "wandb",

@@ -213,7 +213,8 @@ def _joined(parts: Sequence[Rows]) -> Rows:
     return parts[0] if len(parts) == 1 else _Joined(parts)
 
 
-def _arrow() -> Any:
+def require_arrow() -> Any:
+    """Imports pyarrow; raises `InputError` that says how to install it."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -227,7 +228,7 @@ def _arrow() -> Any:
 
 
 def _parquet(path: Path) -> Rows:
-    arrow = _arrow()
+    arrow = require_arrow()
     try:
         return _ArrowRows(arrow.parquet.read_table(path, memory_map=True), path)
     except arrow.ArrowException as error:
@@ -236,7 +237,7 @@ def _parquet(path: Path) -> Rows:
 
 def _saved(path: Path) -> Rows:
     """Returns the dataset that `save_to_disk` wrote into ``path``."""
-    arrow = _arrow()
+    arrow = require_arrow()
     try:
         state = json.loads((path / "state.json").read_text())
         names = [str(entry["filename"]) for entry in state["_data_files"]]
