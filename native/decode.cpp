@@ -37,6 +37,8 @@ struct Header {
         !get_number(at, end, 1, planes) || planes >= width || !flags.read(at, end)) {
       return false;
     }
+    // Class 0 lies above `top`, so none of its elements changes.
+    if (flags.ones[0] != 0) return false;
     lengths.resize(planes);
     for (Odds& odds : lengths) {
       if (!odds.read(at, end)) return false;
@@ -134,6 +136,7 @@ bool take_details(PlaneReader& reader, const Header& header, const std::uint8_t*
                   const std::vector<std::uint32_t>& longer, Scratch<Bits>& scratch) {
   Changes<Bits>& changes = scratch.changes;
   const std::uint8_t* lengths = changes.lengths.get();
+  constexpr auto kMost = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
   std::fill_n(changes.magnitudes.get(), changes.size, Bits{1});
   std::uint8_t* contexts = scratch.contexts.of(longer.size() + kGroup);
   std::uint64_t* bits = scratch.bits.of(words_for(longer.size()) + 1);
@@ -146,7 +149,9 @@ bool take_details(PlaneReader& reader, const Header& header, const std::uint8_t*
   for (std::size_t j = 0; j < longer.size() && taker.ok(); ++j) {
     const unsigned rest = lengths[longer[j]] - 2U;
     const std::uint64_t high = 2 | (bits[j / kGroup] >> (j % kGroup) & 1);
-    changes.magnitudes.get()[longer[j]] = static_cast<Bits>(high << rest | taker.take(rest));
+    const auto magnitude = static_cast<Bits>(high << rest | taker.take(rest));
+    if (magnitude > kMost) return false;
+    changes.magnitudes.get()[longer[j]] = magnitude;
   }
   return taker.finished();
 }

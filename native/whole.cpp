@@ -161,6 +161,14 @@ DELTAWIRE_INLINE bool decode_block(const std::uint8_t* at, std::size_t size, std
   const unsigned ranked = *at++;
   std::copy(at, at + ranked, symbols.begin());
   at += ranked;
+  // Also the symbols that no element has must be possible ones, each listed once.
+  std::uint64_t listed[4] = {};
+  for (unsigned rank = 0; rank < ranked; ++rank) {
+    const unsigned symbol = symbols[rank];
+    std::uint64_t& word = listed[symbol / 64];
+    if (symbol >> field.width != 0 || (word >> (symbol % 64) & 1) != 0) return false;
+    word |= std::uint64_t{1} << (symbol % 64);
+  }
   std::array<Odds, kPlanes> odds;
   for (Odds& each : odds) {
     if (!each.read(at, end)) return false;

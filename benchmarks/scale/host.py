@@ -24,7 +24,7 @@ from deltawire import codec
 from deltawire.store import MeteredBucket, open_bucket
 from deltawire.sync import Mirror, Publisher, Subscriber, create_run, load_mirror, read_manifest
 from deltawire.sync.follow.blob_cache import BlobCache
-from deltawire.wire.run import Run, TensorSpec
+from deltawire.wire.run import Run, TensorSpec, new_id
 
 MODELS = {
     "dense": Shape(2, 1024, 16, 4, 64, 8192, 3072),
@@ -57,7 +57,7 @@ def _model(shape: Shape, seed: int) -> dict[int, dict[str, float]]:
     specs = tensors(shape)
     weights = {one.name: rng.integers(0, 1 << 14, one.count, np.uint16) for one in specs}
     digest = codec.digest_model(weights).hex()
-    start = Run(name="host", created_at=0.0, tensors=specs, digest=digest, chunk=CHUNK)
+    start = Run(id=new_id(), name="host", created_at=0.0, tensors=specs, digest=digest, chunk=CHUNK)
     run = create_run(bucket, start)
     blank = Mirror({name: np.zeros_like(bits) for name, bits in weights.items()}, -1, codec.ZERO)
     found = {}

@@ -67,7 +67,9 @@ class Table:
     def __init__(
         self, specs: list[TensorSpec], *, chunk: int, changed_bytes: float = CHANGED_BYTES
     ) -> None:
-        self.run = Run(name="1t", created_at=0.0, tensors=specs, digest="0" * 32, chunk=chunk)
+        self.run = Run(
+            id="1" * 32, name="1t", created_at=0.0, tensors=specs, digest="0" * 32, chunk=chunk
+        )
         self.payload = payload = _payload(self.run, changed_bytes)
         self._bucket = MeteredBucket(open_bucket("memory://"))
         self._ref = store_payload(self._bucket, self.run, payload, version=1)

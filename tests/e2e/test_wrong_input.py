@@ -272,5 +272,5 @@ def test_what_is_no_public_key(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 def _run_json(config: dict[str, object]) -> bytes:
-    run = Run(name="tiny", created_at=0.0, tensors=[], digest="0" * 32, config=config)
+    run = Run(id="ab" * 16, name="tiny", created_at=0.0, tensors=[], digest="0" * 32, config=config)
     return encode_run(run)

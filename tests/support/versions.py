@@ -50,7 +50,9 @@ def checkpoint(mirror, specs):
 
 def part_of(mirror, specs, wanted, chunk=8):
     """The mirror of a rank that holds no more than what is ``wanted``."""
-    run = Run(name="r", created_at=time.time(), tensors=specs, digest="0" * 32, chunk=chunk)
+    run = Run(
+        id="ab" * 16, name="r", created_at=time.time(), tensors=specs, digest="0" * 32, chunk=chunk
+    )
     spans = select(run, wanted)
     tensors = {n: mirror.tensors[n][span.start : span.stop].copy() for n, span in spans.items()}
     part = Mirror(tensors, mirror.version, mirror.digest, starts_of(spans))

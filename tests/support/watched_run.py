@@ -39,7 +39,7 @@ from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.objects import encode_json
 from deltawire.wire.reference_scores import ReferenceScores, encode_scores
 from deltawire.wire.rollouts import Group, Trajectory, encode_group
-from deltawire.wire.run import ModelFile, Run, TensorSpec
+from deltawire.wire.run import ModelFile, Run, TensorSpec, new_id
 from deltawire.wire.status import Incident, TrainerStatus
 
 LAYERS = 6
@@ -143,6 +143,7 @@ class _Writer:
         settings = config | {"name": name, "seed": seed}
         settings["train"] = settings["train"] | {"versions": versions + 20}
         run = Run(
+            id=new_id(),
             name=HOSTILE[:64] if hostile else name,
             created_at=self.begins,
             tensors=TENSORS,

@@ -39,6 +39,10 @@ def field_of(dtype: str, itemsize: int) -> Field:
     return Field(8 * itemsize - MOST_FIELD_BITS, MOST_FIELD_BITS)
 
 
+def _fits(low: int, width: int, itemsize: int) -> bool:
+    return 1 <= width <= MOST_FIELD_BITS and low + width <= 8 * itemsize
+
+
 def encode_full(bits: Bits, dtype: str = "", *, threads: int | None = None) -> bytes:
     """Encodes ``bits``, uint[COUNT], of a wire dtype: at most 16 bytes more than their raw bytes.
 
@@ -80,6 +84,9 @@ def decode_full(
         raise CorruptError("the payload is not an anchor")
     if its_itemsize != itemsize or its_count != count:
         raise CorruptError(f"the payload is not one of {count} elements of {itemsize} bytes")
+    # A raw anchor has no symbols, but its header is held to the same limits.
+    if not _fits(low, width, itemsize):
+        raise CorruptError(f"an anchor's symbols of {width} bits above {low} of {8 * itemsize}")
     body = view[HEADER.size :]
     if mode == RAW:
         if len(body) != count * itemsize:

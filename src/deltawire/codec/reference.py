@@ -441,6 +441,8 @@ def _decode_block(block: bytes, base: Bits, layout: Layout, columns: int) -> tup
         return np.empty(0, np.int64), base[:0]
     width, lanes = 8 * base.itemsize, _lanes(base.size, total, layout)
     top, planes, flags = data.number(2), data.number(1), data.odds()
+    if flags.ones[0]:
+        raise CorruptError("changes of elements above the largest exponent that changes")
     of_lengths = [data.odds() for _ in range(planes)]
     details, signs = data.odds(), data.odds()
     raw = data.take(data.number(4))
@@ -457,6 +459,8 @@ def _decode_block(block: bytes, base: Bits, layout: Layout, columns: int) -> tup
     low = unpack(raw, (lengths[longer] - 2).tolist())
     for k, second, rest in zip(longer.tolist(), high.tolist(), low, strict=True):
         magnitudes[k] = (2 | second) << int(lengths[k]) - 2 | rest
+        if magnitudes[k] > 1 << width - 1:
+            raise CorruptError("a change of more than half of all values")
     falls = _take_signs(reader, signs, positions, columns)
     reader.finish()
     fresh = [
@@ -527,6 +531,8 @@ def decode_full_reference(payload: bytes, count: int, itemsize: int) -> Bits:
 def _decode_whole(block: bytes, count: int, itemsize: int, field: Field) -> list[int]:
     data = Bytes(block)
     symbols = list(data.take(data.number(1)))
+    if len(set(symbols)) != len(symbols) or any(symbol >> field.width for symbol in symbols):
+        raise CorruptError("symbols that an element cannot have, or one listed twice")
     planes = [data.odds() for _ in range(PLANES)]
     escapes = data.take(data.number(4))
     rest_width = 8 * itemsize - field.width

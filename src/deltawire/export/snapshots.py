@@ -108,7 +108,7 @@ def import_snapshot(snapshot: Path, base: Path, folder: Path) -> None:
         raise InputError(f"{folder} exists already", hint="name a new folder")
     old = read_checkpoint(base)
     layout = msgspec.json.decode(old.files[LAYOUT], type=SafetensorsLayout)
-    table = Run(name="", created_at=0.0, tensors=old.specs, digest="0" * 32)
+    table = Run(id="0" * 32, name="", created_at=0.0, tensors=old.specs, digest="0" * 32)
     work = folder.parent / f".{folder.name}.import"
     shutil.rmtree(work, ignore_errors=True)
     work.parent.mkdir(parents=True, exist_ok=True)

@@ -210,6 +210,7 @@ def _decode_block(
     top, planes = data.number(2), data.number(1)
     require(top >> exponent == 0 and planes < width, "a header out of bounds")
     flags = data.odds()
+    require(not flags[0], "changes of elements above the largest exponent that changes")
     of_lengths = [data.odds() for _ in range(planes)]
     details, signs = data.odds(), data.odds()
     raw = data.take(data.number(4))
@@ -230,6 +231,7 @@ def _decode_block(
     magnitudes = dict.fromkeys(places, 1)
     for i, second, rest in zip(longer, seconds, rests, strict=True):
         magnitudes[i] = (2 | second) << lengths[i] - 2 | rest
+        require(magnitudes[i] <= 1 << width - 1, "a change of more than half of all values")
     falls = _decode_signs(reader, signs, places, columns)
     reader.finish()
     fresh = []
@@ -293,6 +295,7 @@ def _decode_whole(block: bytes, count: int, width: int, low: int, field: int) ->
     data = ByteReader(block)
     symbols = data.take(data.number(1))
     require(len(symbols) <= 15 and all(s >> field == 0 for s in symbols), "no such symbols")
+    require(len(set(symbols)) == len(symbols), "a symbol is listed twice")
     planes = [data.odds() for _ in range(4)]
     escapes = data.take(data.number(4))
     rest_width = width - field

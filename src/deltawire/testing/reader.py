@@ -17,7 +17,6 @@ Example::
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from base64 import b64decode
@@ -28,12 +27,8 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from deltawire.testing.payload_reader import (
-    ByteReader,
-    decode_anchor,
-    decode_delta,
-    require,
-)
+from deltawire.testing.object_reader import COMPACTED, MANIFEST, RUN, Kind, read_members
+from deltawire.testing.payload_reader import ByteReader, decode_anchor, decode_delta, require
 
 WIDTHS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -41,6 +36,13 @@ WIDTHS = {
     "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
 """The bits of an element of each dtype."""
+
+PRIME = (1 << 255) - 19
+SMALL_ORDER = {
+    0, 1, PRIME - 1, 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826,
+    0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7,
+}  # fmt: skip
+"""The y coordinates of the points of Ed25519 whose order divides 8."""
 
 MASK64 = (1 << 64) - 1
 LOW32 = (1 << 32) - 1
@@ -51,10 +53,11 @@ Verify = Callable[[str, bytes, bytes], bool]
 
 
 def open_sealed(
-    data: bytes, key: str, *, public_key: str = "", verify: Verify | None = None
+    data: bytes, key: str, kind: Kind, *, public_key: str = "", verify: Verify | None = None
 ) -> dict[str, Any]:
-    """Returns the members of a sealed object, its seal checked and, with ``verify``, its
-    signature."""
+    """Returns the members of a sealed object of a kind, its seal checked, its limits and, with
+    ``verify``, its signature."""
+    require(len(data) <= kind.most_bytes, "an object of too many bytes")
     seal = re.fullmatch(rb',"blake3":"([0-9a-f]{64})"\}\n', data[-78:])
     require(seal is not None, "no seal")
     assert seal is not None
@@ -67,14 +70,7 @@ def open_sealed(
         require(data[:-221].endswith(b',"signer":"owner"'), "signed in another role")
         signed = bytes.fromhex(signature[1].decode())
         require(verify(public_key, signed, message), "the signature does not match")
-    members: dict[str, Any] = json.loads(data, object_pairs_hook=_distinct)
-    require(members.get("format") == 1, "another format")
-    return members
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    require(len({name for name, _ in pairs}) == len(pairs), "a member is stated twice")
-    return dict(pairs)
+    return read_members(data, kind)
 
 
 def digest_of(name: str, elements: Iterable[tuple[int, int]], width: int) -> tuple[int, int]:
@@ -134,9 +130,10 @@ def decode_table(
     require(head.take(4) == b"DWT1", "not a piece table")
     n, m = head.number(4), head.number(4)
     require((n, m) == (stated["pieces"], stated["blobs"]), "the table of another payload")
+    require(len(data) <= 1 << 26, "a table of too many bytes")
     pages = _entries(head, -(-n // 512))
     hashes = [head.take(16) for _ in range(-(-m // 8))]
-    if "head" in stated:
+    if stated["head"]:
         require(_half(data[: head.at]) == bytes.fromhex(stated["head"]), "the head's hash")
     entries: list[tuple[int, int, int, bytes]] = []
     for number, (tensor, start, size, found) in enumerate(pages):
@@ -175,6 +172,7 @@ def _decode_segment(
         length, flags = divmod(segment.varint(), 16)
         start = end
         if flags & 1:
+            require(bool(number), "the first piece of a segment states its place twice")
             gap, place = segment.varint(), segment.varint()
             tensor, start = tensor + gap, place if gap else end + place
         elif number and end == counts[tensor]:
@@ -210,38 +208,73 @@ class Reader:
         self._get = get
         self._verify = verify
         self._key = ""
-        self.run = self.object("run.json")
-        self._key = self.run.get("public_key", "")
+        self.run = self.object("run.json", RUN)
+        self._key = self.run["public_key"]
         if self._key:
-            self.object("run.json")
+            y = int.from_bytes(bytes.fromhex(self._key), "little") & (1 << 255) - 1
+            require(y < PRIME and y not in SMALL_ORDER, "a weak public key")
+            self.object("run.json", RUN)
         self.names = [spec["name"] for spec in self.run["tensors"]]
-        require(len(set(self.names)) == len(self.names), "a tensor is listed twice")
+        names = set(self.names)
+        require(len(names) == len(self.names), "a tensor is listed twice")
+        for alias, stored in self.run["aliases"].items():
+            require(alias not in names and stored in names, "an alias of no tensor, or of one")
         unknown = {spec["dtype"] for spec in self.run["tensors"]} - WIDTHS.keys()
         require(not unknown, f"unknown dtypes {sorted(unknown)}")
         self.widths = [WIDTHS[spec["dtype"]] for spec in self.run["tensors"]]
         self.counts = [prod(spec["shape"]) for spec in self.run["tensors"]]
-        self.chunk = self.run.get("chunk", 1 << 22)
+        self.chunk = self.run["chunk"]
+        require(sum(self.counts) <= 1 << 48, "too many elements")
+        chunks = sum(-(-count // self.chunk) for count in self.counts)
+        require(chunks <= 1 << 20, "too many chunks")
 
-    def object(self, key: str) -> dict[str, Any]:
-        """The members of the sealed object at ``key``."""
+    def object(self, key: str, kind: Kind) -> dict[str, Any]:
+        """The members of the sealed object of a kind at ``key``, with their defaults."""
         data = self._get(key)
         require(data is not None, f"{key} is missing")
         assert data is not None
-        return open_sealed(data, key, public_key=self._key, verify=self._verify)
+        return open_sealed(data, key, kind, public_key=self._key, verify=self._verify)
 
     def manifest(self, version: int) -> dict[str, Any]:
         """The manifest of ``version``, checked."""
-        found = self.object(f"weights/manifests/{version:010d}.json")
+        found = self.object(f"weights/manifests/{version:010d}.json", MANIFEST)
         require((found["run"], found["version"]) == (self.run["id"], version), "of another run")
-        require(found.get("line", "main") == "main", "of another line")
+        require(found["line"] == "main", "of another line")
+        delta, anchor, base = found["delta"], found["anchor"], found["base"]
+        require(version > 0 or found["digest"] == self.run["digest"], "another digest of version 0")
+        if found["pruned"]:
+            empty = (None, None, None, None, "0" * 32)
+            stated = (delta, anchor, base, found["model_files"], found["base_digest"])
+            require(stated == empty, "a tombstone with a payload")
+            return found
+        require(delta is not None or anchor is not None, "no payload")
+        require((delta is None) == (base is None), "a delta without a base, or a base without it")
+        require(base is None or base < version, "a base that is not earlier")
+        require(version > 0 or anchor is not None, "version 0 without an anchor")
+        for payload, start in ((delta, found["base_digest"]), (anchor, None)):
+            if payload is not None:
+                self._check_payload(payload, start, found["digest"])
         return found
+
+    def _check_payload(self, payload: dict[str, Any], start: str | None, end: str) -> None:
+        table, since = payload["table"], payload["codec_since"]
+        in_blob = (table["blob"] != "", table["bytes"] != 0, table["head"] != "")
+        require(in_blob == (not table["inline"],) * 3, "a table that is inline and in a blob")
+        newer = f"; release {since} or newer reads it" if since else ""
+        require(payload["codec"] == CODEC, f"the codec {payload['codec']!r} is unknown{newer}")
+        if table["inline"]:
+            self.table(payload, start, end)
 
     def compacted(self, target: int, base: int | None) -> dict[str, Any]:
         """The compacted delta from ``base`` to ``target``, or its later anchor, checked."""
         name = "anchor" if base is None else f"{base:010d}"
-        found = self.object(f"weights/compacted/{target:010d}-{name}.json")
-        stated = (found["run"], found["version"], found.get("base"))
+        found = self.object(f"weights/compacted/{target:010d}-{name}.json", COMPACTED)
+        stated = (found["run"], found["version"], found["base"])
         require(stated == (self.run["id"], target, base), "of another version")
+        require(found["line"] == "main", "of another line")
+        require(base is None or base < target, "a base that is not earlier")
+        start = None if base is None else found["base_digest"]
+        self._check_payload(found["payload"], start, found["digest"])
         return found
 
     def read(self, version: int) -> dict[str, list[int]]:
@@ -249,7 +282,7 @@ class Reader:
         deltas since."""
         way = [self.manifest(version)]
         while (anchor := self.anchor_of(way[-1])) is None:
-            require(way[-1].get("base") is not None, "retention has taken this version")
+            require(way[-1]["base"] is not None, "retention has taken this version")
             way.append(self.manifest(way[-1]["base"]))
         tensors = self.anchor(way[-1], anchor)
         for later, earlier in pairwise(reversed(way)):
@@ -259,7 +292,7 @@ class Reader:
 
     def anchor_of(self, manifest: dict[str, Any]) -> dict[str, Any] | None:
         """The payload of a version's anchor, in its manifest or made later; None without one."""
-        if manifest.get("anchor"):
+        if manifest["anchor"] is not None:
             stated: dict[str, Any] = manifest["anchor"]
             return stated
         target = manifest["version"]
@@ -273,15 +306,11 @@ class Reader:
     def anchor(self, stated: dict[str, Any], ref: dict[str, Any]) -> list[list[int]]:
         """Every tensor from an anchor."""
         tensors: list[list[int]] = [[] for _ in self.names]
-        pieces = self.pieces(ref)
-        for piece, coded in pieces:
+        for piece, coded in self.pieces(ref, None, stated["digest"]):
             held, width = tensors[piece.tensor], self.widths[piece.tensor]
-            require(len(held) == piece.start, "an anchor with a gap")
             held += decode_anchor(coded, piece.elements, width)
             elements = enumerate(held[piece.start :], start=piece.start)
             self._check_sum(piece, digest_of(self.names[piece.tensor], elements, width))
-        require([len(held) for held in tensors] == self.counts, "an anchor that is not whole")
-        self._check_digest((0, 0), [piece for piece, _ in pieces], stated)
         return tensors
 
     def advance(
@@ -289,8 +318,7 @@ class Reader:
     ) -> list[list[int]]:
         """Every tensor after a delta or a compacted delta."""
         tensors = [list(elements) for elements in base]
-        pieces = self.pieces(ref)
-        for piece, coded in pieces:
+        for piece, coded in self.pieces(ref, stated["base_digest"], stated["digest"]):
             end, name = piece.start + piece.elements, self.names[piece.tensor]
             held, width = tensors[piece.tensor], self.widths[piece.tensor]
             changed = decode_delta(coded, held[piece.start : end], width)
@@ -300,34 +328,50 @@ class Reader:
             self._check_sum(piece, (new[0] - old[0] & MASK64, new[1] - old[1] & MASK64))
             for place, bits in places.items():
                 held[place] = bits
-        self._check_digest(from_hex(stated["base_digest"]), [p for p, _ in pieces], stated)
         return tensors
 
-    def pieces(self, ref: dict[str, Any]) -> list[tuple[ReadPiece, bytes]]:
-        """The pieces of a payload with their bytes, in the order of the table."""
-        codec = ref.get("codec", CODEC)
-        since = ref.get("codec_since")
-        newer = f"; release {since} or newer reads it" if since else ""
-        require(codec == CODEC, f"the codec {codec!r} is unknown{newer}")
+    def table(
+        self, ref: dict[str, Any], start: str | None, end: str
+    ) -> tuple[list[ReadPiece], list[tuple[str, int]]]:
+        """The pieces and blobs of a payload that leads from the digest ``start`` (None: an anchor,
+        from nothing) to the digest ``end``, checked."""
         table = ref["table"]
-        data = b64decode(table["inline"]) if "inline" in table else self._blob(table["blob"])
+        if table["inline"]:
+            data = b64decode(table["inline"], validate=True)
+        else:
+            data = self._blob(table["blob"])
+            require(len(data) == table["bytes"], "a table of another size")
         pieces, blobs = decode_table(data, table, self.counts, self.chunk)
         require(sum(size for _, size in blobs) == ref["bytes"], "blobs of other sizes")
+        require(all(size <= 1 << 36 for _, size in blobs), "a blob of too many bytes")
+        before, covered = (0, 0), [0] * len(self.counts)
+        for piece in pieces:
+            last = piece.start + piece.elements
+            require(piece.elements >= 1 and piece.length >= 1, "an empty piece")
+            require(last <= self.counts[piece.tensor], "a piece outside of its tensor")
+            require(piece.start // self.chunk == (last - 1) // self.chunk, "a piece of two chunks")
+            require((piece.tensor, piece.start) >= before, "pieces do not ascend")
+            require(piece.blob < len(blobs), "no such blob")
+            inside = piece.offset + piece.length <= blobs[piece.blob][1]
+            require(inside, "a piece outside of its blob")
+            before = (piece.tensor, last)
+            covered[piece.tensor] += piece.elements
+        require(start is not None or covered == self.counts, "an anchor that is not whole")
+        sums = add_digests([from_hex(start or "0" * 32), *(from_hex(p.sum) for p in pieces)])
+        require(to_hex(sums) == end, "the version's digest")
+        return pieces, blobs
+
+    def pieces(
+        self, ref: dict[str, Any], start: str | None, end: str
+    ) -> list[tuple[ReadPiece, bytes]]:
+        """The pieces of a payload with their bytes, in the order of the table."""
+        pieces, blobs = self.table(ref, start, end)
         found = [self._blob(name) for name, _ in blobs]
         require([len(blob) for blob in found] == [size for _, size in blobs], "a blob's size")
-        before = (0, 0)
         coded = []
         for piece in pieces:
-            end = piece.start + piece.elements
-            require(piece.elements >= 1 and piece.length >= 1, "an empty piece")
-            require(end <= self.counts[piece.tensor], "a piece outside of its tensor")
-            require(piece.start // self.chunk == (end - 1) // self.chunk, "a piece of two chunks")
-            require((piece.tensor, piece.start) >= before, "pieces do not ascend")
-            require(piece.blob < len(found), "no such blob")
             data = found[piece.blob][piece.offset : piece.offset + piece.length]
-            require(len(data) == piece.length, "a piece outside of its blob")
             require(_half(data).hex() == piece.hash, "a piece's hash")
-            before = (piece.tensor, end)
             coded.append((piece, data))
         return coded
 
@@ -340,9 +384,3 @@ class Reader:
 
     def _check_sum(self, piece: ReadPiece, found: tuple[int, int]) -> None:
         require(to_hex(found) == piece.sum, f"a sum of tensor {self.names[piece.tensor]}")
-
-    def _check_digest(
-        self, base: tuple[int, int], pieces: list[ReadPiece], stated: dict[str, Any]
-    ) -> None:
-        total = add_digests([base, *(from_hex(piece.sum) for piece in pieces)])
-        require(to_hex(total) == stated["digest"], "the version's digest")

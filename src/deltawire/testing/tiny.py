@@ -27,7 +27,7 @@ from deltawire.sync import (
     read_run,
 )
 from deltawire.sync.publish.offload import offloaded_mirror
-from deltawire.wire.run import Run, TensorSpec
+from deltawire.wire.run import Run, TensorSpec, new_id
 
 TENSORS = [
     TensorSpec("embed.weight", (24, 8), "BF16"),
@@ -67,7 +67,14 @@ def start_run(bucket: Bucket, *, seed: int = 0, chunk: int = CHUNK) -> Run:
     """Creates the run, or returns the one that is there; no version is published."""
     flat = {name: array.reshape(-1) for name, array in weights(0, seed=seed).items()}
     digest = codec.digest_model(flat).hex()
-    run = Run(name="tiny", created_at=time.time(), tensors=TENSORS, digest=digest, chunk=chunk)
+    run = Run(
+        id=new_id(),
+        name="tiny",
+        created_at=time.time(),
+        tensors=TENSORS,
+        digest=digest,
+        chunk=chunk,
+    )
     return create_run(bucket, run)
 
 

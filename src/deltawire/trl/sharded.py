@@ -30,7 +30,7 @@ from deltawire.sync.publish.outage import Outage
 from deltawire.sync.publish.sharded import load_ranges
 from deltawire.sync.publish.sources import stored_files
 from deltawire.trl.ranks import on_rank_zero, rank_and_count
-from deltawire.wire.run import Run, chunk_for
+from deltawire.wire.run import Run, chunk_for, new_id
 
 _SET_HERE = {"bucket", "run", "mirror", "rank", "ranks", "epoch", "session", "announce"}
 
@@ -193,7 +193,7 @@ def _require_run(
     existing = find_run(bucket)
     if existing is None:
         run = Run(
-            id=secrets.token_hex(16),
+            id=new_id(),
             name=name,
             created_at=time.time(),
             tensors=specs,

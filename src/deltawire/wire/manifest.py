@@ -18,8 +18,8 @@ from deltawire.wire.payload import (
     Payload,
     PayloadRef,
     Sum,
-    codec_fault,
     payload_fault,
+    ref_fault,
 )
 from deltawire.wire.piece_table import decode_table
 from deltawire.wire.run import MAX_MODEL_FILES, Identity, ModelFile, Run
@@ -173,7 +173,7 @@ def _identity_fault(value: Manifest | CompactedDelta, version: int, table: Run) 
         return "it belongs to another run"
     if value.version != version:
         return f"it says version {value.version}"
-    return next(filter(None, map(codec_fault, value.payloads)), "")
+    return next(filter(None, map(ref_fault, value.payloads)), "")
 
 
 def _manifest_fault(manifest: Manifest, version: int, table: Run) -> str:
@@ -182,7 +182,7 @@ def _manifest_fault(manifest: Manifest, version: int, table: Run) -> str:
     if version == 0 and manifest.digest != table.digest:
         return "its digest is not the one run.json states for version 0"
     if manifest.pruned:
-        return "pruned, but with a payload" if manifest.payloads else ""
+        return _tombstone_fault(manifest)
     if not manifest.payloads:
         return "neither a delta nor an anchor"
     if manifest.delta is not None and (manifest.base is None or manifest.base >= version):
@@ -191,4 +191,12 @@ def _manifest_fault(manifest: Manifest, version: int, table: Run) -> str:
         return "a base without a delta"
     if version == 0 and manifest.anchor is None:
         return "the first version without an anchor"
+    return ""
+
+
+def _tombstone_fault(manifest: Manifest) -> str:
+    if manifest.payloads or manifest.model_files is not None:
+        return "pruned, but with a payload or files"
+    if manifest.base is not None or manifest.base_digest != ZERO_SUM:
+        return "pruned, but with a base"
     return ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import threading
 from typing import Any, TypeVar
 
@@ -14,6 +16,15 @@ T = TypeVar("T", bound=msgspec.Struct)
 K = TypeVar("K")
 
 FORMAT = 1
+MAX_DEPTH = 128
+"""The most levels of arrays and objects in a sealed object, the object itself included."""
+
+_FINITE_DIGITS = 300
+"""Every integer of so few digits is below the largest float, about 1.8e308."""
+_NO_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"|[^\[\]{}"]++')
+_PAIR = re.compile(r"\[\]|\{\}")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")
 
 
 class _Format(msgspec.Struct):
@@ -67,7 +78,12 @@ def check_members(data: bytes, what: str, *, run: str, key: str) -> None:
             key=key,
         )
     try:
-        json.loads(data, object_pairs_hook=_distinct, parse_int=_nothing, parse_float=_nothing)
+        text = data.decode()
+        _check_depth(text)
+        _check_surrogates(text)
+        json.loads(
+            text, object_pairs_hook=_distinct, parse_int=_check_integer, parse_float=_check_float
+        )
     except (ValueError, RecursionError) as error:
         raise _unreadable(error, what, run, key) from error
 
@@ -93,6 +109,40 @@ def decode_packed(data: bytes | memoryview, kind: type[T], *, run: str, key: str
         raise _unreadable(error, kind.__name__.lower(), run, key) from error
 
 
+def _check_depth(text: str) -> None:
+    """Raises ValueError for arrays and objects nested deeper than `MAX_DEPTH`, before a parser that
+    calls itself for each level reads them.
+    """
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    brackets = _NO_BRACKETS.sub("", text)
+    # Each pass removes the innermost pairs, so a depth of MAX_DEPTH takes as many passes.
+    for _ in range(MAX_DEPTH):
+        fewer = _PAIR.sub("", brackets)
+        if len(fewer) == len(brackets):
+            break
+        brackets = fewer
+    if brackets:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels, or never closed")
+
+
+def _check_surrogates(text: str) -> None:
+    """Raises ValueError for an escaped half of a character, which no UTF-8 can hold."""
+    if _SURROGATE.search(text) is None:
+        return
+    second_half = -1
+    for escape in _ESCAPE.finditer(text):
+        code = int(escape[1] or "0", 16)
+        is_second = 0xDC00 <= code < 0xE000
+        if is_second != (escape.start() == second_half) or (second_half >= 0 and not is_second):
+            break
+        second_half = escape.end() if 0xD800 <= code < 0xDC00 else -1
+    else:
+        if second_half < 0:
+            return
+    raise ValueError("half a character")
+
+
 def _distinct(members: list[tuple[str, Any]]) -> None:
     names = [name for name, _ in members]
     if len(set(names)) != len(names):
@@ -100,8 +150,15 @@ def _distinct(members: list[tuple[str, Any]]) -> None:
         raise ValueError(f"the member {twice[:40]!r} is stated twice")
 
 
-def _nothing(_: str) -> None:
-    """Ignores numbers: they need no memory here."""
+def _check_float(digits: str) -> None:
+    """Raises ValueError for a number that no float holds. Keeps none: they need no memory here."""
+    if math.isinf(float(digits)):
+        raise ValueError("a number out of range")
+
+
+def _check_integer(digits: str) -> None:
+    if len(digits) > _FINITE_DIGITS:
+        _check_float(digits)
 
 
 def _unreadable(error: Exception, what: str, run: str, key: str) -> CorruptError:

@@ -111,8 +111,15 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return BlobRef(self.table.blob, self.table.bytes) if self.table.blob else None
 
 
-def codec_fault(ref: PayloadRef) -> str:
-    """Explains in a few words why this release cannot read a payload; empty if it can."""
+def ref_fault(ref: PayloadRef) -> str:
+    """Explains in a few words why this release cannot read a payload that a manifest states; empty
+    if it can.
+    """
+    table = ref.table
+    if table.inline and (table.blob or table.bytes or table.head):
+        return "a piece table that is both inline and in a blob"
+    if not table.inline and not (table.blob and table.bytes and table.head):
+        return "a piece table without its bytes, or without the hash of its head"
     if ref.codec == CODEC:
         return ""
     since = f"; deltawire {ref.codec_since} or newer reads it" if ref.codec_since else ""

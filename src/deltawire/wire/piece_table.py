@@ -243,6 +243,8 @@ def _decode_pieces(data: bytes, segment: Segment, table: Run) -> tuple[list[Piec
         flags, at = _varint(data, at)
         size = flags >> _FLAG_BITS
         if flags & _PLACE:
+            if not pieces:
+                raise CorruptError("the first piece of a segment states its place twice")
             gap, at = _varint(data, at)
             place, at = _varint(data, at)
             tensor, start = tensor + gap, place if gap else end + place

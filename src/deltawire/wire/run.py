@@ -37,6 +37,31 @@ Size = Annotated[int, Meta(ge=0, le=1 << 50)]
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
+_PRIME = 2**255 - 19
+_SMALL_ORDER = frozenset(
+    {
+        0,
+        1,
+        _PRIME - 1,
+        int("05fc536d880238b13933c6d305acdfd5f098eff289f4c345b027b2c28f95e826", 16),
+        int("7a03ac9277fdc74ec6cc392cfa53202a0f67100d760b3cba4fd84d3d706a17c7", 16),
+    }
+)
+"""The y coordinates of the eight points of Ed25519 whose order divides 8."""
+
+
+def key_fault(public_key: str) -> str:
+    """Explains why an Ed25519 key, 64 hexadecimal digits, proves nothing; empty if it may.
+
+    A key of small order has signatures that fit many messages, and libraries differ in whether they
+    accept a key in a second form.
+    """
+    y = int.from_bytes(bytes.fromhex(public_key), "little") & (1 << 255) - 1
+    if y >= _PRIME or y in _SMALL_ORDER:
+        return "public_key is a weak Ed25519 key, which proves nothing"
+    return ""
+
+
 class TensorSpec(msgspec.Struct, frozen=True):
     """One tensor of the model; ``dtype`` is named as in safetensors."""
 
@@ -74,7 +99,7 @@ class Run(
     ``public_key`` is the owner's Ed25519 key, empty if the run is not signed.
     """
 
-    id: Identity = msgspec.field(default_factory=lambda: secrets.token_hex(16))
+    id: Identity
     name: Annotated[str, Meta(max_length=64)]
     created_at: float
     tensors: Annotated[list[TensorSpec], Meta(max_length=MAX_TENSORS)]
@@ -85,6 +110,11 @@ class Run(
     public_key: Key = ""
     model_files: Annotated[list[ModelFile], Meta(max_length=MAX_MODEL_FILES)] = []
     config: dict[str, Any] = {}
+
+
+def new_id() -> str:
+    """Draws the id of a new run."""
+    return secrets.token_hex(16)
 
 
 def chunk_for(tensors: Sequence[TensorSpec]) -> int:
@@ -130,4 +160,4 @@ def _fault(run: Run) -> str:
         return f"chunks of {run.chunk} elements are more than {MAX_CHUNKS}"
     if any(name in names or stored not in names for name, stored in run.aliases.items()):
         return "an alias names a missing tensor, or has the name of a tensor"
-    return ""
+    return key_fault(run.public_key) if run.public_key else ""

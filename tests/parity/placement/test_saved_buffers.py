@@ -45,7 +45,9 @@ def published(bucket, masters):
     specs = masters.source.specs()
     bits = bits_of(masters.source)
     digest = codec.digest_model(bits)
-    run = create_run(bucket, Run(name="biased", created_at=0.0, tensors=specs, digest=digest.hex()))
+    run = create_run(
+        bucket, Run(id="ab" * 16, name="biased", created_at=0.0, tensors=specs, digest=digest.hex())
+    )
     mirror = Mirror({name: array.copy() for name, array in bits.items()}, -1, codec.ZERO)
     publisher = Publisher(bucket, run, mirror, epoch=0, compaction_strides=())
     publisher.publish(masters.source.tensors())

@@ -52,7 +52,14 @@ def run_of(workers, signer=None):
     bucket = open_bucket("memory://")
     tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
     public_key = signer.public_key if signer else ""
-    run = Run(name="large", created_at=0.0, tensors=tensors, digest="0" * 32, public_key=public_key)
+    run = Run(
+        id="ab" * 16,
+        name="large",
+        created_at=0.0,
+        tensors=tensors,
+        digest="0" * 32,
+        public_key=public_key,
+    )
     create_run(bucket, run, signer=signer)
     for number in range(workers):
         name, now = f"w{number}", time.time()

@@ -43,7 +43,9 @@ def run_of(*, gone, segments=1):
     """A bucket, after its trainer has removed what workers that are gone had left."""
     bucket = open_bucket("memory://")
     tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
-    create_run(bucket, Run(name="old", created_at=0.0, tensors=tensors, digest="0" * 32))
+    create_run(
+        bucket, Run(id="ab" * 16, name="old", created_at=0.0, tensors=tensors, digest="0" * 32)
+    )
     time = Time()
     ledger = Ledger()
     issuer = CreditIssuer(bucket, CONFIG, ledger, epoch=1, granted={})

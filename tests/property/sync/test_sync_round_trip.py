@@ -52,7 +52,9 @@ def test_publish_and_follow(history, anchor_every, data):
     bucket = open_bucket("memory://")
     flat = {name: bits.reshape(-1) for name, bits in versions[0].items()}
     digest = codec.digest_model(flat).hex()
-    run = create_run(bucket, Run(name="r", created_at=0.0, tensors=specs, digest=digest))
+    run = create_run(
+        bucket, Run(id="ab" * 16, name="r", created_at=0.0, tensors=specs, digest=digest)
+    )
     blank = {spec.name: np.zeros(spec.count, codec.unsigned_of(spec.dtype)) for spec in specs}
     publisher = Publisher(
         bucket, run, Mirror(blank, -1, codec.ZERO), epoch=0, anchor_every=anchor_every

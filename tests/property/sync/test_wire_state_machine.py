@@ -89,6 +89,7 @@ class Wire(RuleBasedStateMachine):
         self.tried = {0: [self.model[0]]}
         flat = {name: bits.reshape(-1) for name, bits in self.model[0].items()}
         run = Run(
+            id="ab" * 16,
             name="r",
             created_at=0.0,
             tensors=SPECS,

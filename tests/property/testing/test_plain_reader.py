@@ -132,8 +132,8 @@ def test_runs(shapes, seed, signed, inline, small):
     digest = codec.digest_model({n: a.reshape(-1) for n, a in versions[0].items()}).hex()
     signer = SIGNER if signed else None
     run = Run(
-        name="r", created_at=0.0, tensors=specs, digest=digest, chunk=16 if small else 1 << 22,
-        public_key=SIGNER.public_key if signed else "",
+        id="ab" * 16, name="r", created_at=0.0, tensors=specs, digest=digest,
+        chunk=16 if small else 1 << 22, public_key=SIGNER.public_key if signed else "",
     )  # fmt: skip
     bucket = open_bucket("memory://")
     with pytest.MonkeyPatch.context() as patch:
@@ -205,5 +205,6 @@ def test_it_shares_no_code_with_deltawire():
     done = subprocess.run(
         [sys.executable, "-c", code, plain.__file__], capture_output=True, check=True
     )
-    names = {"deltawire", "deltawire.testing", "deltawire.testing.payload_reader"}
+    own = ("object_reader", "payload_reader")
+    names = {"deltawire", "deltawire.testing", *(f"deltawire.testing.{name}" for name in own)}
     assert set(json.loads(done.stdout)) == names

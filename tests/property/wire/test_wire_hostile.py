@@ -16,7 +16,7 @@ from deltawire.wire.seal import seal_json
 from deltawire.wire.status import Heartbeat, TrainerStatus
 
 SPECS = [TensorSpec("a", (3, 4), "BF16"), TensorSpec("b", (2,), "F32")]
-TABLE = Run(name="r", created_at=1.0, tensors=SPECS, digest="0" * 32)
+TABLE = Run(id="ab" * 16, name="r", created_at=1.0, tensors=SPECS, digest="0" * 32)
 RUN = encode_run(TABLE)
 SUMS = ("0" * 32, "0" * 32)
 PAYLOAD = Payload(

@@ -132,6 +132,7 @@ def bucket(tmp_path_factory) -> Bucket:
         "train": {"versions": 9},
     }
     run = Run(
+        id="ab" * 16,
         name=NAME[:64],
         created_at=time.time(),
         tensors=tensors,

@@ -171,6 +171,7 @@ def traps(tmp_path, monkeypatch):
         create_run(
             bucket,
             Run(
+                id="ab" * 16,
                 name="trapped",
                 created_at=time.time(),
                 tensors=[TensorSpec("w", (64,), "BF16")],

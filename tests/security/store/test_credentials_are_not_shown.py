@@ -239,6 +239,7 @@ def test_a_dry_run_shows_the_configuration_redacted(tmp_path, capsys, monkeypatc
 def test_trackers_get_the_configuration_redacted(tmp_path, monkeypatch) -> None:
     bucket = open_bucket(str(tmp_path / "bucket"), create=True)
     run = Run(
+        id="ab" * 16,
         name="demo",
         created_at=1.0,
         tensors=[TensorSpec("a", (2,), "BF16")],

@@ -11,8 +11,15 @@ import pytest
 
 from deltawire import _native, codec
 from deltawire.codec import anchors, delta
-from deltawire.codec.reference import Odds, PlaneWriter
+from deltawire.codec.reference import (
+    Odds,
+    PlaneWriter,
+    decode_full_reference,
+    decode_patch_reference,
+)
 from deltawire.errors import CorruptError
+from deltawire.testing.payload_reader import FormatError, decode_delta
+from deltawire.testing.payload_reader import decode_anchor as decode_plain_anchor
 
 COUNT = 3000
 
@@ -183,15 +190,32 @@ def test_crafted_blocks_are_corrupt(payload):
     assert not check(payload, np.zeros(COUNT_OF_BLOCKS, np.uint8))
 
 
-@pytest.mark.parametrize(("planes", "sound"), [(7, True), (8, False)])
-def test_a_magnitude_wider_than_its_element_is_corrupt(planes, sound):
-    """One change, of which every length plane says yes: eight planes are a length of nine bits."""
+def test_odds_of_class_0_are_corrupt():
+    """No element above `top` changes, so the flags have no odds in its class: in all readers."""
+    base = np.zeros(COUNT_OF_BLOCKS, np.uint8)
+    assert SOUND[7:9] == b"\x02\0"
+    crafted = payload_of(SOUND[:7] + b"\x03\0\x08" + SOUND[9:])
+    assert not check(crafted, base)
+    with pytest.raises(CorruptError):
+        decode_patch_reference(crafted, base)
+    with pytest.raises(FormatError):
+        decode_delta(crafted, base.tolist(), 8)
+
+
+@pytest.mark.parametrize(
+    ("planes", "detail", "raw", "sound"),
+    [(7, 0, 0, True), (7, 1, 0, False), (7, 0, 1, False), (7, 0, 32, False), (8, 0, 0, False)],
+)
+def test_a_magnitude_wider_than_its_element_is_corrupt(planes, detail, raw, sound):
+    """One change, of which every length plane says yes: eight planes are a length of nine bits, and
+    seven one of eight, of which 128 is the only possible change.
+    """
     writer = PlaneWriter(1)
     one, no = np.array([1]), np.array([0])
     odds = {}
     for plane in ("signs", "details", *range(planes, 0, -1)):
         contexts = {"signs": no, "details": np.array([planes + 1])}.get(plane, one)
-        bits = no if plane in {"signs", "details"} else one
+        bits = {"signs": no, "details": np.array([detail])}.get(plane, one)
         odds[plane] = Odds.of(contexts, bits)
         writer.put(contexts, bits, odds[plane])
     flags = np.zeros(COUNT_OF_BLOCKS, np.int64)
@@ -200,12 +224,20 @@ def test_a_magnitude_wider_than_its_element_is_corrupt(planes, sound):
     writer.put(flags * 0 + 1, flags, of_flags)
     made = writer.finish()
     crafted = block(
-        planes=planes, odds=of_flags.write(), raw=bytes(1), words=made[:-4],
+        planes=planes, odds=of_flags.write(), raw=bytes([raw]), words=made[:-4],
         lengths=b"".join(odds[b].write() for b in range(1, planes + 1)),
+        details=odds["details"].write(),
         states=int.from_bytes(made[-4:], "little"),
     )  # fmt: skip
     base = np.zeros(COUNT_OF_BLOCKS, np.uint8)
     assert check(payload_of(crafted), base) == sound
+    if sound:
+        assert decode_delta(payload_of(crafted), base.tolist(), 8) == {7: 128}
+        return
+    with pytest.raises(CorruptError):
+        decode_patch_reference(payload_of(crafted), base)
+    with pytest.raises(FormatError):
+        decode_delta(payload_of(crafted), base.tolist(), 8)
 
 
 def test_a_claim_of_many_changes_takes_no_memory():
@@ -226,6 +258,20 @@ def test_an_anchor_of_another_field_is_corrupt():
         sound[6:8] = low, width
         with pytest.raises(CorruptError):
             codec.decode_full(sound, 3000, 2)
+    noise = np.frombuffer(np.random.default_rng(0).bytes(6000), np.uint16)
+    raw = bytearray(codec.encode_full(noise, "U16"))
+    assert raw[5] == anchors.RAW
+    for low, width, fits in (
+        (8, 8, True),
+        (3, 1, True),
+        (8, 9, False),
+        (9, 8, False),
+        (7, 0, False),
+    ):
+        raw[6:8] = low, width
+        for decode in (codec.decode_full, lambda *of: decode_plain_anchor(bytes(of[0]), of[1], 16)):
+            with contextlib.nullcontext() if fits else pytest.raises((CorruptError, FormatError)):
+                decode(raw, 3000, 2)
 
 
 def test_rows_longer_than_the_tensor_take_no_memory():
@@ -305,6 +351,11 @@ def test_an_anchor_block_that_is_sound():
         (anchor_block(ranked=255), (8, 8)),
         (anchor_block(symbols=b""), (8, 8)),  # Every rank is 0, and there is none.
         (anchor_block(symbols=b"\x20", rest=b"\0" * 14), (8, 5)),
+        (
+            anchor_block(symbols=b"\x1f\x20", rest=b"\0" * 14),
+            (8, 5),
+        ),  # The second is of no element.
+        (anchor_block(symbols=b"\x05\x07\x05"), (8, 8)),
         (anchor_block(odds=b"\x01\0\0" + b"\0\0" * 3), (8, 8)),
         (anchor_block(odds=b"\x01\0\x61" + b"\0\0" * 3), (8, 8)),
         (anchor_block(odds=b"\xff\xff"), (8, 8)),
@@ -323,3 +374,14 @@ def test_an_anchor_block_that_is_sound():
 def test_crafted_anchors_are_corrupt(block, field):
     with pytest.raises(CorruptError):
         decode_anchor(block, field)
+    header = anchors.HEADER.pack(anchors.MAGIC, 2, anchors.CODED, *field, 10)
+    with pytest.raises(FormatError):
+        decode_plain_anchor(header + struct.pack("<I", len(block)) + block, 10, 16)
+
+
+@pytest.mark.parametrize(("symbols", "field"), [(b"\x1f\x20", (8, 5)), (b"\x05\x07\x05", (8, 8))])
+def test_the_twin_refuses_symbols_that_it_does_not_need(symbols, field):
+    block = anchor_block(symbols=symbols, rest=b"\0" * (14 if field == (8, 5) else 10))
+    header = anchors.HEADER.pack(anchors.MAGIC, 2, anchors.CODED, *field, 10)
+    with pytest.raises(CorruptError):
+        decode_full_reference(header + struct.pack("<I", len(block)) + block, 10, 2)

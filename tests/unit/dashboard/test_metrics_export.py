@@ -392,7 +392,9 @@ def test_tensorboard_files_hold_what_was_logged(tmp_path) -> None:
 def test_a_tracker_that_is_not_installed_is_named(tmp_path) -> None:
     bucket = open_bucket(str(tmp_path / "bucket"), create=True)
     tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
-    create_run(bucket, Run(name="r", created_at=0.0, tensors=tensors, digest="0" * 32))
+    create_run(
+        bucket, Run(id="ab" * 16, name="r", created_at=0.0, tensors=tensors, digest="0" * 32)
+    )
     code = (
         "import sys; sys.modules['wandb'] = None\n"
         "from deltawire.cli.main import main\n"
@@ -408,7 +410,9 @@ def test_a_tracker_that_is_not_installed_is_named(tmp_path) -> None:
 def test_handing_on_ends_with_the_run(tmp_path, capsys) -> None:
     bucket = open_bucket(str(tmp_path / "bucket"), create=True)
     tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
-    create_run(bucket, Run(name="r", created_at=0.0, tensors=tensors, digest="0" * 32))
+    create_run(
+        bucket, Run(id="ab" * 16, name="r", created_at=0.0, tensors=tensors, digest="0" * 32)
+    )
     over = TrainerStatus(phase="finished", version=2, digest="", epoch=1, credits={}, at=0.0)
     bucket.put(keys.TRAINER, encode_json(over))
     from deltawire.events import encode_lines

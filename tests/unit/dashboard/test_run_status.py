@@ -128,7 +128,14 @@ def bucket(tmp_path) -> Bucket:
     tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
     create_run(
         found,
-        Run(name="seen", created_at=0.0, tensors=tensors, digest="0" * 32, config=CONFIG),
+        Run(
+            id="ab" * 16,
+            name="seen",
+            created_at=0.0,
+            tensors=tensors,
+            digest="0" * 32,
+            config=CONFIG,
+        ),
     )
     for series, events in events_of_a_run().items():
         found.put(keys.events(series, 0), encode_lines(events))
@@ -303,7 +310,9 @@ def test_training_that_does_not_reach_the_fleet_is_a_problem(bucket, shares, war
 def test_a_run_that_was_published_from_elsewhere(tmp_path) -> None:
     bucket = open_bucket(str(tmp_path / "other"), create=True)
     tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
-    create_run(bucket, Run(name="other", created_at=0.0, tensors=tensors, digest="0" * 32))
+    create_run(
+        bucket, Run(id="ab" * 16, name="other", created_at=0.0, tensors=tensors, digest="0" * 32)
+    )
     found = look(bucket)
     assert (found.phase, found.target, found.processes) == ("starting", None, [])
     assert "other" in shown(found)

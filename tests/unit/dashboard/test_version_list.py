@@ -10,7 +10,9 @@ from deltawire.wire.run import Run, TensorSpec
 def test_only_objects_that_exist_are_listed():
     bucket = open_bucket("memory://")
     tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
-    create_run(bucket, Run(name="r", created_at=0.0, tensors=tensors, digest="0" * 32))
+    create_run(
+        bucket, Run(id="ab" * 16, name="r", created_at=0.0, tensors=tensors, digest="0" * 32)
+    )
     for number in (0, 3, 9_999_999_999):
         bucket.put(keys.manifest(number), b"junk")
     rows = list_versions(bucket, read_run(bucket), 50)

@@ -56,6 +56,7 @@ def folder(tmp_path_factory):
     run = create_run(
         bucket,
         Run(
+            id="ab" * 16,
             name="seen",
             created_at=0.0,
             tensors=tiny.TENSORS,

@@ -187,7 +187,13 @@ def test_re_scoring_needs_the_host_memory_that_the_plan_says(adapter) -> None:
     )
     config = parse_config({"name": "m", "train": {"adapter": adapter}}, source="t")
     adapted(model, config.train.adapter, seed=0)
-    run = Run(name="m", created_at=0, tensors=open_source("bf16", model).specs(), digest="0" * 32)
+    run = Run(
+        id="ab" * 16,
+        name="m",
+        created_at=0,
+        tensors=open_source("bf16", model).specs(),
+        digest="0" * 32,
+    )
     layout = TrainingLayout(mode="lora" if adapter else "full", lora_rank=4 if adapter else 0)
     assert rescoring_bytes(described, layout) == pytest.approx(memory_of(model, run), rel=0.02)
     assert rescoring_bytes(described, TrainingLayout(mode="reference")) == 0

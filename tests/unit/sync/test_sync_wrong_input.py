@@ -69,7 +69,9 @@ def test_names_are_labels_and_never_paths(tmp_path):
     digest = codec.digest_model(tensors).hex()
     folder = tmp_path / "a" / "b" / "bucket"
     bucket = open_bucket(str(folder), create=True)
-    run = create_run(bucket, Run(name="r", created_at=0.0, tensors=specs, digest=digest))
+    run = create_run(
+        bucket, Run(id="ab" * 16, name="r", created_at=0.0, tensors=specs, digest=digest)
+    )
     blank = Mirror({name: np.zeros(6, np.uint16) for name in NAMES}, -1, codec.ZERO)
     publisher = Publisher(bucket, run, blank, epoch=0)
     publisher.publish(tensors)

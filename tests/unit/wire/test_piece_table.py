@@ -32,7 +32,7 @@ CHUNK = 16
 
 def table_of(shapes):
     specs = [TensorSpec(f"t{number}", shape, "BF16") for number, shape in enumerate(shapes)]
-    return Run(name="r", created_at=0.0, tensors=specs, digest="0" * 32, chunk=CHUNK)
+    return Run(id="ab" * 16, name="r", created_at=0.0, tensors=specs, digest="0" * 32, chunk=CHUNK)
 
 
 def payload_of(run, rng, *, share=1.0, blobs=3, cut=False):
@@ -165,7 +165,7 @@ def trillion(blobs):
         for layer in range(LAYERS)
         for n in range(OF_A_LAYER)
     ]
-    run = Run(name="r", created_at=0.0, tensors=specs, digest="0" * 32, chunk=1 << 22)
+    run = Run(id="ab" * 16, name="r", created_at=0.0, tensors=specs, digest="0" * 32, chunk=1 << 22)
     rng = random.Random(5)
     names = [BlobRef(f"{rng.getrandbits(256):064x}", 1 << 36) for _ in range(blobs)]
     offsets = [0] * blobs

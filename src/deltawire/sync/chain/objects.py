@@ -171,8 +171,10 @@ def _check_readable(bucket: Bucket, data: bytes) -> None:
         ) from error
 
 
-def check_size(bucket: Bucket, version: int, data: bytes) -> None:
-    """Raises `InputError` if the manifest in ``data`` is larger than readers accept."""
+def check_manifest(bucket: Bucket, run: Run, version: int, data: bytes) -> None:
+    """Raises `InputError` if readers would refuse the manifest in ``data``, which is created once:
+    it is too large, or its commit metadata are.
+    """
     if len(data) > MAX_MANIFEST_BYTES:
         raise InputError(
             f"the manifest has {len(data)} bytes; readers accept {MAX_MANIFEST_BYTES}",
@@ -180,6 +182,17 @@ def check_size(bucket: Bucket, version: int, data: bytes) -> None:
             run=bucket.url,
             version=version,
         )
+    try:
+        decode_manifest(
+            data, version=version, table=run, run=bucket.url, key=keys.manifest(version)
+        )
+    except CorruptError as error:
+        raise InputError(
+            f"no reader would accept this version: {error.message}",
+            hint="correct the commit metadata",
+            run=bucket.url,
+            version=version,
+        ) from error
 
 
 def read_manifest(bucket: Bucket, run: Run, version: int) -> Manifest | None:

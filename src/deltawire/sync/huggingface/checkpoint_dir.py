@@ -157,7 +157,9 @@ def _read_checkpoint(path: Path, lent: Mapping[str, bytes]) -> Checkpoint:
     specs = sorted((tensor.spec for tensor in found), key=lambda spec: spec.name)
     layout = SafetensorsLayout(files=headers)
     try:
-        plans = plan_files(layout, Run(name="", created_at=0.0, tensors=specs, digest="0" * 32))
+        plans = plan_files(
+            layout, Run(id="0" * 32, name="", created_at=0.0, tensors=specs, digest="0" * 32)
+        )
     except CorruptError as error:
         raise InputError(f"{path}: {error.message}") from error
     for plan in plans:

@@ -25,8 +25,8 @@ from deltawire.errors import BugError, CorruptError, FencedError, InputError, Re
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, check_create_if_absent
 from deltawire.sync.chain.evidence import Sound, Unknown, evidence_of, require_evidence
 from deltawire.sync.chain.objects import (
+    check_manifest,
     check_signer,
-    check_size,
     find_run,
     newest_retention_floor,
     read_manifest,
@@ -419,7 +419,7 @@ class VersionWriter:
             ref.bytes for one in anchors for ref in one.blobs if ref.hash in self._listed
         )
         data = encode_manifest(manifest, signer=self.signer)
-        check_size(self.bucket, manifest.version, data)
+        check_manifest(self.bucket, self.run, manifest.version, data)
         return manifest, data
 
     def find(self, version: int) -> Manifest | None:

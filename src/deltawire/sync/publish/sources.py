@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from deltawire.sync.publish.offload import offloaded_mirror, require_room
 from deltawire.sync.publish.options import PublisherOptions, check_options
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.wire.manifest import Manifest
-from deltawire.wire.run import ModelFile, Run, TensorSpec, chunk_for
+from deltawire.wire.run import ModelFile, Run, TensorSpec, chunk_for, new_id
 from deltawire.wire.seal import Signer
 
 PART_ELEMENTS = 1 << 23
@@ -124,7 +123,7 @@ def open_publisher(
         files = [] if directory is None else stored_files(bucket, Path(directory))
         made = msgspec.structs.replace(
             _describe(tensors, *table, name=name, chunk=chunk),
-            id=run_id or secrets.token_hex(16),
+            id=run_id or new_id(),
             public_key=key,
             model_files=[*(model_files or []), *files],
             config=config or {},
@@ -207,6 +206,7 @@ def _describe(
 ) -> Run:
     """Describes a new run of these tensors."""
     return Run(
+        id=new_id(),
         name=name,
         created_at=time.time(),
         tensors=specs,

@@ -248,7 +248,8 @@ def stored_run(tmp_path, events, raw=RAW):
     bucket = open_bucket(f"{tmp_path}/bucket", create=True)
     tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
     create_run(
-        bucket, Run(name="run", created_at=0.0, tensors=tensors, digest="0" * 32, config=raw)
+        bucket,
+        Run(id="ab" * 16, name="run", created_at=0.0, tensors=tensors, digest="0" * 32, config=raw),
     )
     store_events(bucket, events)
     return bucket

@@ -302,7 +302,7 @@ def test_pieces_in_blobs_of_any_order():
     new["a"][[0, 3, 4, 9]] ^= 0x8001
     new["b"][5] ^= 1
     digests = [codec.digest_model(tensors).hex() for tensors in (old, new)]
-    run = Run(name="r", created_at=0.0, tensors=specs, digest=digests[0])
+    run = Run(id="ab" * 16, name="r", created_at=0.0, tensors=specs, digest=digests[0])
     cuts = [(1, 0, 6), (0, 4, 6), (0, 0, 4)]
 
     def payload(encode):

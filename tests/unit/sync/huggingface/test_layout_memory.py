@@ -20,7 +20,7 @@ TIMES = 8
 """The most bytes of memory for each byte of a layout."""
 
 RUN = Run(
-    name="", created_at=0.0, digest="0" * 32,
+    id="ab" * 16, name="", created_at=0.0, digest="0" * 32,
     tensors=[
         TensorSpec(f"model.layers.{n}.mlp.experts.down_proj.weight", (2048, 7168), "BF16")
         for n in range(TENSORS)

@@ -408,7 +408,9 @@ SPEC = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def test_hostile_layouts_make_no_file(files: list[tuple[str, str]]) -> None:
     from deltawire.wire.run import TensorSpec
 
-    table = Run(name="", created_at=0, tensors=[TensorSpec("a", (2,), "F32")], digest="0" * 32)
+    table = Run(
+        id="ab" * 16, name="", created_at=0, tensors=[TensorSpec("a", (2,), "F32")], digest="0" * 32
+    )
     with pytest.raises(CorruptError):
         plan_files(SafetensorsLayout(files=[WeightFile(*file) for file in files]), table)
 
