@@ -40,7 +40,9 @@ class History:
     def __init__(self, values: Sequence[int], *, anchor_every: int = 1000) -> None:
         bucket = open_bucket("memory://")
         first = codec.digest_model(weights(values[0])).hex()
-        described = Run(name="r", created_at=1.0, tensors=SPECS, digest=first, chunk=4)
+        described = Run(
+            id="ab" * 16, name="r", created_at=1.0, tensors=SPECS, digest=first, chunk=4
+        )
         self.run = create_run(bucket, described)
         blank = Mirror({"w": np.zeros(4, np.uint16)}, -1, codec.ZERO)
         self.values = list(values)

@@ -76,7 +76,7 @@ def read_run(data):
 
 
 def answers(key, data):
-    """Whether this release's reader takes an object, and whether the plain one does."""
+    """Returns whether this release's reader accepts an object, and whether the plain one does."""
     name = "r"
     decode = {
         keys.RUN: read_run,
