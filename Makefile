@@ -99,4 +99,4 @@ newest: setup
 	$(BIN)/python scripts/newest.py $(TESTS)
 
 clean:
-	rm -rf .venv .venv-newest .venv-vllm build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-newest .venv-vllm build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

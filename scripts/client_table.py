@@ -27,7 +27,7 @@ def main(names: list[str]) -> int:
         try:
             release = registry.release_of(client)
         except importlib.metadata.PackageNotFoundError:
-            print(f"{client.name}: {client.package} is not installed")  # noqa: T201
+            print(f"{client.name}: {client.package or client.name} is not installed")  # noqa: T201
             continue
         passed, output = registry.run(client)
         if not passed:

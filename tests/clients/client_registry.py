@@ -8,6 +8,7 @@ repository, commit and the date on which that commit was checked.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import re
 import subprocess
@@ -96,6 +97,13 @@ CLIENTS = (
     ),
     Client(
         name="verl",
+        package="verl",
+        against="its own code",
+        uses="its manager of checkpoint engines, worker groups, rollout workers, on CPUs",
+        tests=("clients/test_verl_itself.py",),
+    ),
+    Client(
+        name="verl, by its calls",
         repository="volcengine/verl",
         commit="1dda039",
         checked="2026-11-22",
@@ -105,6 +113,15 @@ CLIENTS = (
     ),
     Client(
         name="slime",
+        repository="THUDM/slime",
+        commit="624b824",
+        checked="2026-11-28",
+        against="its own code",
+        uses="its update by disk, its writer and its loader of hooks, without Megatron",
+        tests=("clients/test_slime_itself.py",),
+    ),
+    Client(
+        name="slime, by its calls",
         repository="THUDM/slime",
         commit="624b824",
         checked="2026-11-22",
@@ -136,8 +153,12 @@ CLIENTS = (
 
 def release_of(client: Client) -> str:
     """Returns the installed release of a client's package; empty without a package. Raises
-    `importlib.metadata.PackageNotFoundError` if it is not installed."""
-    return importlib.metadata.version(client.package) if client.package else ""
+    `importlib.metadata.PackageNotFoundError` if it, or the source that would run, is not there."""
+    if client.package:
+        return importlib.metadata.version(client.package)
+    if client.against == "its own code" and importlib.util.find_spec(client.name) is None:
+        raise importlib.metadata.PackageNotFoundError(client.name)
+    return ""
 
 
 def run(client: Client) -> tuple[int, str]:
@@ -163,7 +184,8 @@ def table(clients: tuple[Client, ...], ran: dict[str, dict[str, str]]) -> str:
         where = f"{client.package} {result.get('release', '')}".strip()
         if not client.package:
             where = f"{client.repository} at `{client.commit}`, read on {client.checked}"
-        outcome = f"{result['passed']} tests on {result['date']}" if result else "not yet"
+        count = "1 test" if result.get("passed") == "1" else f"{result.get('passed')} tests"
+        outcome = f"{count} on {result['date']}" if result else "not yet"
         lines.append(f"| {client.name} | {where} | {client.against} | {client.uses} | {outcome} |")
     return "\n".join(lines)
 

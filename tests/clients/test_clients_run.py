@@ -14,6 +14,6 @@ def test_a_client_runs(client):
     try:
         release_of(client)
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{client.package} is not installed")
+        pytest.skip(f"{client.package or client.name} is not installed")
     passed, output = run(client)
     assert passed, output
