@@ -79,7 +79,8 @@ class TokenReplica(FakeVllm):
             if token is not None and body.get("logprobs"):
                 row["logprobs"] = {"content": [{"token": WORDS[token], "logprob": -0.5}]}
             event = {"id": "c", "object": "chat.completion.chunk", "model": "m", "choices": [row]}
-            await answer.write(b"data: %s\n\n" % json.dumps(event | more).encode())
+            event = self.stated(event | more)
+            await answer.write(b"data: %s\n\n" % json.dumps(event).encode())
 
         for index in range(count):
             first = {"prompt_token_ids": PROMPT} if ids else {}
@@ -115,11 +116,15 @@ class TokenReplica(FakeVllm):
             if ids:
                 row["token_ids"] = [100, 101, 102]
             rows.append(row)
-        return {
+        return self.stated({
             "id": "c", "object": "chat.completion", "model": "m", "choices": rows,
             "prompt_token_ids": PROMPT if ids else None, "created": 1,
             "prompt_text": self.prompt_text,
-        }  # fmt: skip
+        })  # fmt: skip
+
+    def stated(self, body):
+        """Returns an object of an answer as this replica states it."""
+        return body
 
 
 def deployment_secret(bucket, run, generations=(GENERATION,)):

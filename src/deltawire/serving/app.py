@@ -64,6 +64,7 @@ REPLICAS = web.AppKey("replicas", ReplicaSet)
 SESSION = web.AppKey("session", aiohttp.ClientSession)
 KEY = web.AppKey("key", str)
 MODEL = web.AppKey("model", str)
+ADMIN = web.AppKey("admin", bytes)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ANSWER = web.AppKey[Handler]("answer")
@@ -112,11 +113,10 @@ def build_app(
         raise InputError(
             "the server needs two different tokens", hint="one for sampling, one for hot-loading"
         )
-    app = web.Application(
-        middlewares=[give_back_bodies, answer_errors, _bearer(token, admin_token)]
-    )
+    app = web.Application(middlewares=[give_back_bodies, answer_errors, _bearer(token)])
     app[BODIES] = BodyBudget(BODIES_BYTES)
     app[REPLICAS], app[SESSION] = replicas, session
+    app[ADMIN] = f"Bearer {admin_token}".encode()
     app[KEY], app[MODEL], app[ANSWER] = upstream_key, upstream_model, _proxy
     app.router.add_post("/hot_load/v1/models/hot_load", _hot_load)
     app.router.add_get("/hot_load/v1/models/hot_load", _state)
@@ -184,20 +184,20 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return error_answer(500, BugError("the server failed to handle this request"))
 
 
-def _bearer(token: str, admin_token: str) -> Any:
-    sampling, admin = (f"Bearer {one}".encode() for one in (token, admin_token))
+def _bearer(token: str) -> Any:
+    sampling = f"Bearer {token}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        is_admin = hmac.compare_digest(given, admin)
         is_client = hmac.compare_digest(given, sampling)
         # That of the route, and so also of a path that is spelled in another way.
         access: Access = getattr(request.match_info.handler, "access", "sampling")
         if access in ("sampling", "admin"):
-            if not (is_admin or is_client):
+            admin = is_admin(request)
+            if not (admin or is_client):
                 return error_answer(401, InputError("this is not a valid bearer token"))
-            if access == "admin" and not is_admin:
+            if access == "admin" and not admin:
                 return error_answer(403, InputError("this call needs the admin token"))
         return await handler(request)
 
@@ -294,6 +294,24 @@ def call_replica(request: web.Request, member: TrackedReplica, body: bytes) -> A
     )
 
 
+def is_admin(request: web.Request) -> bool:
+    """Returns whether a request has the admin token. Only then may its answer say which version it
+    is from: users who can read that can vote on it."""
+    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+    return hmac.compare_digest(given, request.app[ADMIN])
+
+
+def headers_for(
+    request: web.Request, member: TrackedReplica, upstream: aiohttp.ClientResponse
+) -> dict[str, str]:
+    """Returns the headers of an answer to the client, with the snapshot's name if the request has
+    the admin token."""
+    found = {name: upstream.headers[name] for name in RETURNED_HEADERS if name in upstream.headers}
+    if is_admin(request):
+        found[SNAPSHOT_HEADER] = request.app[REPLICAS].identity_at(member)
+    return found
+
+
 def break_off(
     request: web.Request,
     member: TrackedReplica,
@@ -306,9 +324,8 @@ def break_off(
         if request.transport is not None:
             request.transport.abort()
         return answer
-    raise RetryError(
-        f"replica {member.replica.name} does not answer: {type(error).__name__}"
-    ) from error
+    _LOG.warning("replica %s does not answer: %s", member.replica.name, type(error).__name__)
+    raise RetryError(f"the replica does not answer: {type(error).__name__}") from error
 
 
 async def _exchange(
@@ -317,8 +334,7 @@ async def _exchange(
     answer: web.StreamResponse | None = None
     try:
         async with call_replica(request, member, body) as upstream:
-            passed = {k: upstream.headers[k] for k in RETURNED_HEADERS if k in upstream.headers}
-            passed[SNAPSHOT_HEADER] = request.app[REPLICAS].identity_at(member)
+            passed = headers_for(request, member, upstream)
             answer = web.StreamResponse(status=upstream.status, headers=passed)
             await answer.prepare(request)
             async for chunk in upstream.content.iter_any():

@@ -29,13 +29,13 @@ from aiohttp import web
 
 from deltawire.chat.requests import RequestDefaults
 from deltawire.config.release import ReleaseConfig
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.live.capture.consent import CAPTURE_HEADER
 from deltawire.live.capture.guardrails import AnswerFacts
 from deltawire.live.feedback.client import RECEIPT_HEADER
 from deltawire.live.feedback.intake import MAX_BODY_BYTES, Taken, UnknownReceiptError
 from deltawire.live.gateway.answer_rows import ServedRequest
-from deltawire.live.gateway.engine_tokens import AnswerReader, for_client
+from deltawire.live.gateway.engine_tokens import AnswerReader, ClientView
 from deltawire.live.gateway.events import DONE, EventSplitter, data_of
 from deltawire.live.gateway.recorder import Recorder
 from deltawire.live.gateway.requests import read_asked
@@ -46,13 +46,13 @@ from deltawire.serving.app import (
     KEY,
     MODEL,
     REPLICAS,
-    RETURNED_HEADERS,
     SESSION,
-    SNAPSHOT_HEADER,
     WRITE_WITHIN_S,
     break_off,
     call_replica,
     error_answer,
+    headers_for,
+    is_admin,
     json_answer,
     needs,
     path_of,
@@ -81,6 +81,8 @@ AT_ONCE = 16 << 10
 SERVER_ERROR = 500
 """Statuses from this on are the replica's failures; lower ones answer what the client asked."""
 
+FAILED_EVENT = b'{"error":{"message":"the replica failed","type":"RetryError","code":500}}'
+"""Takes the place of a stream's event that is no answer: it may name the replica or its version."""
 FAILURES = frozenset({408, 425, 429})
 """Lower statuses by which a replica, or this server for it, does not answer what it could."""
 
@@ -149,7 +151,7 @@ class LiveCalls:
         if asked.chat and not session:
             session = served.affinity
         body = asked.for_replica(capture=served.capture)
-        exchange = _LiveExchange(served, self._recorder)
+        exchange = _LiveExchange(served, self._recorder, reveal=is_admin(request))
         try:
             with exchange.due_after(self._release.outcome_after_s):
                 answer = await to_replica(
@@ -220,7 +222,11 @@ class _LiveExchange:
     leaving, or that it was still under way when its outcome was due.
     """
 
-    def __init__(self, served: ServedRequest, recorder: Recorder) -> None:
+    def __init__(self, served: ServedRequest, recorder: Recorder, *, reveal: bool) -> None:
+        asked = served.asked
+        self._shown = ClientView(
+            ids=asked.ids, logprobs=asked.logprobs, reveal=reveal, model=asked.given.get("model")
+        )
         self._served = served
         self._recorder = recorder
         self._began = time.monotonic()
@@ -272,10 +278,7 @@ class _LiveExchange:
         self._version = None if held is None else held.version
         try:
             async with call_replica(request, member, body) as upstream:
-                headers = {
-                    k: upstream.headers[k] for k in RETURNED_HEADERS if k in upstream.headers
-                }
-                headers[SNAPSHOT_HEADER] = replicas.identity_at(member)
+                headers = headers_for(request, member, upstream)
                 if upstream.status == 200 and "event-stream" in headers.get("Content-Type", ""):
                     answer = web.StreamResponse(headers=headers)
                     await answer.prepare(request)
@@ -316,18 +319,18 @@ class _LiveExchange:
         self._first_s = time.monotonic() - self._began
         if upstream.status >= SERVER_ERROR or upstream.status in FAILURES:
             self.end(FAILED, f"the replica failed: status {upstream.status}")
+        if upstream.status >= SERVER_ERROR and not self._shown.reveal:
+            # A replica's own words may name it, its version or the run.
+            return error_answer(upstream.status, RetryError("the replica failed"))
         if upstream.status != 200:
             return web.Response(status=upstream.status, body=data, headers=headers)
         reader = AnswerReader()
         if (body := _object_of(data)) is not None:
             reader.read(body)
-            asked = self._served.asked
-            data = msgspec.json.encode(
-                for_client(body, ids=asked.ids, logprobs=asked.logprobs) or body
-            )
+            data = msgspec.json.encode(self._shown.of(body) or body)
         receipts = await self._receipts(reader)
         headers[RECEIPT_HEADER] = receipts[0]
-        return web.Response(body=_with_receipts(data, receipts), headers=headers)
+        return web.Response(body=self._with_receipts(data, receipts), headers=headers)
 
     async def _stream(
         self, request: web.Request, upstream: aiohttp.ClientResponse, answer: web.StreamResponse
@@ -358,7 +361,7 @@ class _LiveExchange:
             raise aiohttp.ClientPayloadError("the stream ended early")
         receipts = await self._receipts(reader)
         if held:
-            held[-1] = _with_receipts(held[-1], receipts)
+            held[-1] = self._with_receipts(held[-1], receipts)
         await _write(request, answer, b"".join(b"data: %s\n\n" % one for one in [*held, DONE]))
         await answer.write_eof()
 
@@ -366,13 +369,21 @@ class _LiveExchange:
         """Read a chunk; returns what the client gets of it, and whether it ends a choice."""
         body = _object_of(data)
         if body is None:
-            return data, False
+            hidden = b'"error"' in data and not self._shown.reveal
+            return (FAILED_EVENT if hidden else data), False
         reader.read(body)
-        asked = self._served.asked
         rows = body.get("choices") or ()
         final = not rows or any(row.get("finish_reason") for row in rows)
-        shown = for_client(body, ids=asked.ids, logprobs=asked.logprobs)
+        shown = self._shown.of(body)
         return (b"" if shown is None else msgspec.json.encode(shown)), final and shown is not None
+
+    def _with_receipts(self, data: bytes, receipts: list[str]) -> bytes:
+        member: dict[str, Any] = {"receipt": receipts[0]}
+        if len(receipts) > 1:
+            member["receipts"] = receipts
+        if self._shown.reveal:
+            member["revealed"] = [self._recorder.revealed(text) for text in receipts]
+        return _with_member(data, member)
 
 
 async def _write(request: web.Request, answer: web.StreamResponse, data: bytes) -> None:
@@ -410,14 +421,11 @@ def _object_of(data: bytes) -> dict[str, Any] | None:
     return found if isinstance(rows, list) and all(isinstance(r, dict) for r in rows) else None
 
 
-def _with_receipts(data: bytes, receipts: list[str]) -> bytes:
+def _with_member(data: bytes, member: dict[str, Any]) -> bytes:
     """Returns a JSON object with the member ``deltawire`` added, without decoding it."""
     whole = data.rstrip()
     if not whole.endswith(b"}"):
         return data
-    member: dict[str, Any] = {"receipt": receipts[0]}
-    if len(receipts) > 1:
-        member["receipts"] = receipts
     comma = b"" if whole[:-1].rstrip().endswith(b"{") else b","
     return whole[:-1] + comma + b'"deltawire":' + msgspec.json.encode(member) + b"}"
 

@@ -19,6 +19,8 @@ from deltawire.live.gateway.texts import flat_text
 LEAST_LOGPROB = -9999.0
 """vLLM's placeholder for a log-probability of minus infinity."""
 CONFIRMED = "confirmed"
+REVEALING = ("system_fingerprint", "weight_version", "weight_versions", "version")
+"""Members of an answer by which engines tell which weights drew it."""
 _THOUGHTS = ("reasoning_content", "reasoning")
 _KNOWN = frozenset({"role", "content", "tool_calls", *_THOUGHTS})
 """Members of a message whose texts are read here."""
@@ -175,23 +177,53 @@ def _are_ids(found: Any) -> bool:
     )
 
 
-def for_client(body: dict[str, Any], *, ids: bool, logprobs: bool) -> dict[str, Any] | None:
-    """Removes what was asked for the gateway only, in place; ``ids`` and ``logprobs`` say that the
-    client asked for it too. Returns None for a chunk with nothing left to tell."""
-    if not ids:
-        body.pop("prompt_token_ids", None)
-        body.pop("prompt_text", None)
-    empty = "usage" not in body or body["usage"] is None
-    for row in body.get("choices") or ():
-        if not ids:
-            for name in ("token_ids", "prompt_token_ids", "token_versions"):
-                row.pop(name, None)
-        row.pop("tokens_follow", None)
-        if not logprobs:
-            row["logprobs"] = None
-        delta = row.get("delta")
-        empty = empty and not (
-            delta or row.get("text") or row.get("finish_reason") or row.get("message") or logprobs
-        )
-        empty = empty and (delta is not None or "text" in row)
-    return None if empty and body.get("choices") else body
+@dataclass(frozen=True)
+class ClientView:
+    """The part of an answer that its client gets.
+
+    Members that only the gateway asked for are removed; ``ids`` and ``logprobs`` say that the
+    client asked for them too. Unless ``reveal``, no member tells which version answered, since
+    users who know that can vote on it: the versions of tokens and the fingerprint are removed, and
+    ``model`` is what the client called it.
+
+    Example::
+
+        ClientView(ids=False, logprobs=False, reveal=False, model="m").of(body)
+    """
+
+    ids: bool
+    logprobs: bool
+    reveal: bool
+    model: Any = None
+
+    def of(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns the object that the client gets, changed in place; None for a chunk with nothing
+        left to tell."""
+        if not self.ids:
+            body.pop("prompt_token_ids", None)
+            body.pop("prompt_text", None)
+        if not self.reveal:
+            for name in REVEALING:
+                body.pop(name, None)
+            if isinstance(self.model, str) and "model" in body:
+                body["model"] = self.model
+        empty = "usage" not in body or body["usage"] is None
+        for row in body.get("choices") or ():
+            if not self.ids:
+                for name in ("token_ids", "prompt_token_ids"):
+                    row.pop(name, None)
+            if not (self.ids and self.reveal):
+                row.pop("token_versions", None)
+            row.pop("tokens_follow", None)
+            if not self.logprobs:
+                row["logprobs"] = None
+            delta = row.get("delta")
+            empty = empty and not (
+                delta
+                or row.get("text")
+                or row.get("finish_reason")
+                or row.get("message")
+                or self.logprobs
+            )
+            empty = empty and (delta is not None or "text" in row)
+        return None if empty and body.get("choices") else body

@@ -56,7 +56,14 @@ from deltawire.wire.captures import (
 )
 from deltawire.wire.decisions import Assignment, assign
 from deltawire.wire.objects import encode_json
-from deltawire.wire.receipts import MAX_SPANS, Receipt, hash_tokens, seal_receipt, spans_of
+from deltawire.wire.receipts import (
+    MAX_SPANS,
+    Receipt,
+    hash_tokens,
+    read_receipt,
+    seal_receipt,
+    spans_of,
+)
 from deltawire.wire.run import Run
 
 STORE_WITHIN_S = 2.0
@@ -405,6 +412,14 @@ class Recorder:
     def _seal(self, receipt: Receipt) -> str:
         generation = self.secret.current
         return seal_receipt(receipt, generation.fingerprint, generation.receipt_key)
+
+    def revealed(self, text: str) -> dict[str, Any]:
+        """Returns what a receipt of this gateway hides from clients, for holders of the admin
+        token: arm, propensity and versions."""
+        receipt = read_receipt(text, keys=self.secret.receipt_keys, run=self._run.id)
+        if receipt is None:
+            return {}
+        return {"arm": receipt.arm, "propensity": receipt.propensity, "versions": receipt.spans}
 
     def _spool(self, name: str, limit: int) -> Spool:
         return Spool(self._folder / name, limit_bytes=limit, call_back=self._call_back)
