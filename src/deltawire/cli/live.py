@@ -181,6 +181,8 @@ def _show(state: dict[str, Any], *, as_json: bool) -> None:
             f"  alarm: the evaluation gate stopped {state['gate_failures']} candidates in a row; "
             f"learning pauses for {max(state['paused_until'] - state['now'], 0):.0f} s more"
         )
+    if state.get("warning"):
+        print(f"  warning: {state['warning']}")  # noqa: T201
     if state.get("alarm"):
         print(f"  alarm: {state['alarm']}")  # noqa: T201
     for number, fault in state["void"].items():

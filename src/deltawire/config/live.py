@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from deltawire.config.base import Count, Fraction, Positive, Section
+from deltawire.config.ranges import range_fault
 from deltawire.config.release import ReleaseConfig
 
 _Weight = Annotated[float, Meta(ge=-1e4, le=1e4)]
@@ -15,6 +16,7 @@ DEFAULT_REWARDS = {"accept": 0.75, "reject": -0.25, "thumbs": 1.0}
 """An answer that is accepted with a probability above 25 % is worth showing."""
 LEAST_CAP = 0.05
 """The smallest cap on a user that is derived."""
+_Range = Annotated[list[float], Meta(min_length=2, max_length=2)]
 _NAME = r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?\Z"
 
 
@@ -27,6 +29,9 @@ class LiveConfig(Section, frozen=True, kw_only=True):
     rewards: dict[str, _Weight] = {}
     """The reward's weight of each kind of feedback, and of facts such as answer_broken_calls; empty
     for `DEFAULT_REWARDS`."""
+    ranges: dict[str, _Range] = {}
+    """The worst and the best value of each kind of feedback that canaries compare; needed for kinds
+    without natural bounds, such as ``score = [1, 10]`` or ``event_refund = [1, 0]``."""
     silent: _Weight | None = None
     """The reward of an answer without any report, once none is likely to come; if it is left out,
     such answers are not trained on."""
@@ -65,11 +70,14 @@ class LiveConfig(Section, frozen=True, kw_only=True):
         return self.user_cap or min(1.0, max(LEAST_CAP, 2 / group_size))
 
     def contradiction(self, group_size: int) -> tuple[str, str] | None:
-        """Finds caps that no group of this size satisfies: the reason and what to do, or None.
+        """Finds ranges that contradict their kinds, and caps that no group of this size satisfies:
+        the reason and what to do, or None.
 
         More users than 1 / ``user_cap`` must fit into a group. With just as many, all would have to
         weigh the same to the last bit.
         """
+        if fault := range_fault(self.ranges):
+            return fault
         cap = self.largest_share(group_size)
         if cap >= 1 or cap * (group_size - 1) >= 1 - 1e-9:
             return None

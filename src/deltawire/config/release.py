@@ -60,10 +60,11 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     """
 
     metric: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")] = "reward"
-    """The deciding metric: ``reward``, or a kind of feedback, which counts 0 if not reported."""
+    """The deciding metric: ``reward``, or a kind of feedback, which counts 0 if not reported.
+    `LiveConfig.ranges` says which of its values are good."""
     low: float | None = None
     high: float | None = None
-    """The metric's bounds, which become 0 and 1; left out, those of the reward, or 0 and 1."""
+    """The metric's bounds in place of its range."""
     margin: Annotated[float, Meta(gt=0, lt=1)] = 0.02
     """A candidate is promoted once it is shown not to be worse by more than this."""
     error_rate: Annotated[float, Meta(gt=0, lt=0.5)] = 0.05

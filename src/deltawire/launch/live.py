@@ -133,6 +133,11 @@ class Releaser:
         return self._outcomes.poll(self.log, now)
 
     @property
+    def warning(self) -> str:
+        """Says of which kinds of feedback too many values lie outside their range."""
+        return self._outcomes.warning
+
+    @property
     def late_users(self) -> int:
         """Users of the canary who are left out, because their rows came too late."""
         return self._outcomes.late
@@ -306,6 +311,7 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
     evidence = releaser.evidence(now)
     if evidence is not None:
         state["late_users"] = releaser.late_users
+        state["warning"] = releaser.warning
         state["outcomes"] = {
             f"{share:g}": {"candidate": mine, "serving": theirs}
             for share, (mine, theirs) in evidence.counts.items()

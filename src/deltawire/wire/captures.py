@@ -77,6 +77,8 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: bytes = b""
     spans: Annotated[list[Span], Meta(max_length=MAX_SPANS)] = []
     unusable: Annotated[str, Meta(max_length=256)] = ""
+    drawn: Annotated[int, Meta(ge=0)] | None = None
+    """How many tokens the answer has, where it is stored without them."""
     first_s: float = 0.0
     total_s: float = 0.0
     calls: int = 0

@@ -384,6 +384,7 @@ def test_redacted_answers_keep_no_tokens(serve, bucket, tmp_path):
         (row,), _ = await at.uploaded()
         assert row.unusable == "redacted"
         assert not row.tokens + row.prompt + row.logprobs
+        assert row.drawn == 3, "the guardrail of long answers needs their number"
         assert b"<NAME>" in row.text
 
     def redact(texts):

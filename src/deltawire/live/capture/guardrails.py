@@ -21,7 +21,8 @@ SILENT = "silent"
 @dataclass(frozen=True)
 class AnswerFacts:
     """The facts of an answer that guardrails judge: how it ended, the seconds until its first
-    token, its tokens, its calls that are no valid ones, and the marks of its text.
+    token, how many tokens it has (None if that is unknown), its calls that are no valid ones, and
+    the marks of its text.
 
     Example::
 
@@ -30,7 +31,7 @@ class AnswerFacts:
 
     finish: str = ""
     first_s: float = 0.0
-    tokens: int = 0
+    tokens: int | None = None
     broken_calls: int = 0
     marks: Sequence[str] = ()
 
@@ -40,7 +41,7 @@ class AnswerFacts:
         return cls(
             answer.finish,
             answer.first_s,
-            len(answer.tokens) // 4,
+            len(answer.tokens) // 4 or answer.drawn,
             answer.broken_calls,
             answer.marks,
         )
@@ -60,4 +61,4 @@ def touches(name: str, answer: AnswerFacts, release: ReleaseConfig) -> bool:
         return answer.broken_calls > 0
     if name == "cut_off":
         return answer.finish == "length"
-    return name == "long" and answer.tokens > release.long_tokens
+    return name == "long" and (answer.tokens or 0) > release.long_tokens

@@ -74,12 +74,21 @@ def capture_row(
         logprobs=np.asarray(choice.logprobs, "<f4").tobytes() if usable else b"",
         spans=receipt.spans if usable else [],
         unusable=fault,
+        drawn=None if usable else drawn_tokens(reader, choice),
         first_s=first_s,
         total_s=receipt.at - served.began,
         calls=len(choice.calls),
         broken_calls=choice.broken_calls,
         marks=marks_of("".join(choice.text), calls=len(choice.calls)),
     )
+
+
+def drawn_tokens(reader: AnswerReader, choice: ChoiceTokens) -> int | None:
+    """Returns how many tokens a choice has, by its ids or else by what the engine counted; None if
+    it stated neither, or several choices have one count."""
+    if choice.ids:
+        return len(choice.ids)
+    return reader.completion_tokens if len(reader.choices) == 1 else None
 
 
 def judged_row(

@@ -102,12 +102,18 @@ class AnswerReader:
         """The text of the prompt's tokens, if the engine states it."""
         self.choices: dict[int, ChoiceTokens] = {}
         self.model = ""
+        self.completion_tokens: int | None = None
+        """The tokens of all choices, if the engine counts them."""
 
     def read(self, body: dict[str, Any]) -> None:
         """Adds a whole answer, or one chunk. Members of the wrong type count as missing."""
         self.model = self.model or str(body.get("model") or "")[:256]
         if "prompt_token_ids" in body and _are_ids(body["prompt_token_ids"]):
             self.prompt = body["prompt_token_ids"]
+        usage = body.get("usage")
+        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if isinstance(counted, int) and counted >= 0:
+            self.completion_tokens = counted
         if isinstance(body.get("prompt_text"), str):
             self.prompt_text = body["prompt_text"]
         for row in body.get("choices") or ():

@@ -231,7 +231,7 @@ def facts_of(reader: AnswerReader, first_s: float) -> AnswerFacts:
     return AnswerFacts(
         choice.finish,
         first_s,
-        len(choice.ids),
+        len(choice.ids) or reader.completion_tokens,
         choice.broken_calls,
         marks_of("".join(choice.text), calls=len(choice.calls)),
     )

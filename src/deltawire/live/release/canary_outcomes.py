@@ -117,6 +117,11 @@ class CanaryOutcomes:
         self.late = 0
         """Users of the canary whose first row came when others that asked later had settled."""
 
+    @property
+    def warning(self) -> str:
+        """Says of which kinds of feedback too many values lie outside their range."""
+        return self._rules.warning
+
     def poll(self, log: DecisionLog, now: float) -> Evidence | None:
         """Reads what is new, and returns the evidence so far; None without a canary. Raises
         `RetryError`."""
@@ -126,6 +131,8 @@ class CanaryOutcomes:
         canary = decision.salt, decision.candidate, decision.serving
         if canary != self._canary:
             self.records.follow(decision, since=since)
+            self._rules.reported.clear()
+            self._rules.clipped.clear()
             self._canary = canary
             self._tests = CanaryTests(self._release, _heldout(log, decision))
             self._users, self._asked_until, self.late = set(), float("-inf"), 0

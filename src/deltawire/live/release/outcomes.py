@@ -8,10 +8,13 @@ arms, whatever the arms take to answer.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deltawire.config.live import DEFAULT_REWARDS, LiveConfig
+from deltawire.config.ranges import KNOWN_RANGES, LOWER_IS_BETTER, range_of
+from deltawire.errors import InputError
 from deltawire.live.capture.guardrails import OF_EVERY_ANSWER, SILENT, AnswerFacts, touches
 from deltawire.live.learning.rewards import TERMS, OwnReward, RewardRules, values_of
 from deltawire.wire.captures import ENDED_EARLY, Capture, Feedback
@@ -20,6 +23,9 @@ from deltawire.wire.receipts import SERVING
 
 METRIC = "metric"
 """The name of the deciding metric, next to the names of guardrails."""
+ROUNDING = 1e-9
+CLIPPED_SHARE = 0.05
+"""A range that more of the reported values lie outside of is not that of the kind."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +47,62 @@ class SettledAnswer:
 
 @dataclass(frozen=True)
 class OutcomeScale:
-    """The bounds of the deciding metric, which become 0 and 1."""
+    """The worst and the best value of the deciding metric, which become 0 and 1."""
 
-    low: float
-    high: float
+    worst: float
+    best: float
 
     def scaled(self, value: float) -> float:
         """Returns the value on the scale; values outside count as its ends."""
-        return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
+        return min(max((value - self.worst) / (self.best - self.worst), 0.0), 1.0)
+
+    def holds(self, value: float) -> bool:
+        """Returns whether a value lies on the scale."""
+        low, high = sorted((self.worst, self.best))
+        return low - ROUNDING <= value <= high + ROUNDING
 
 
 def scale_of(live: LiveConfig) -> OutcomeScale:
-    """Returns the bounds of a run's metric: as configured, or the sums of the negative and of the
-    positive weights of its rewards, within −1 … 1."""
-    release = live.release
-    low, high = 0.0, 1.0
-    if release.metric == "reward":
-        weights = [*(live.rewards or DEFAULT_REWARDS).values(), live.silent or 0.0]
-        low = -1.0 if live.reward_function else max(math.fsum(min(w, 0) for w in weights), -1.0)
-        high = 1.0 if live.reward_function else min(math.fsum(max(w, 0) for w in weights), 1.0)
+    """Returns the worst and the best value of a run's metric: those of its kind of feedback, or of
+    the weighted sum over kinds, within the bounds of a reward. ``low`` and ``high`` replace them.
+
+    Raises `InputError` if the range of a kind is unknown.
+    """
+    release, metric = live.release, live.release.metric
+    if release.low is not None and release.high is not None:
+        worst, best = release.low, release.high
+        if metric in LOWER_IS_BETTER:
+            worst, best = best, worst
+        return OutcomeScale(worst, best)
+    if metric != "reward":
+        worst, best = range_of(live.ranges, metric)
+        low = min(worst, best) if release.low is None else release.low
+        high = max(worst, best) if release.high is None else release.high
+        return OutcomeScale(low, high) if worst < best else OutcomeScale(high, low)
+    low, high = reward_bounds(live)
     low = low if release.low is None else release.low
     high = high if release.high is None else release.high
     return OutcomeScale(low, high)
+
+
+def reward_bounds(live: LiveConfig) -> tuple[float, float]:
+    """Returns the least and the largest reward of an answer, within −1 … 1: of the kinds each may
+    be reported or not, and silence has its own reward."""
+    if live.reward_function:
+        return -1.0, 1.0
+    reported, terms = [0.0, 0.0], [0.0, 0.0]
+    for kind, weight in (live.rewards or DEFAULT_REWARDS).items():
+        ends = [weight * end for end in range_of(live.ranges, kind)]
+        total = terms if kind in TERMS else reported
+        total[0] += min(0.0, *ends)
+        total[1] += max(0.0, *ends)
+    silent = live.silent or 0.0
+    low = min(reported[0], silent) + terms[0]
+    high = max(reported[1], silent) + terms[1]
+    low, high = max(low, -1.0), min(high, 1.0)
+    if low >= high:
+        raise InputError("all answers have the same reward", hint="weigh a kind in live.rewards")
+    return low, high
 
 
 class OutcomeRules:
@@ -84,6 +124,14 @@ class OutcomeRules:
         counted = frozenset(live.rewards or DEFAULT_REWARDS) - TERMS.keys()
         metric = live.release.metric
         self._kinds = counted if metric == "reward" else counted | {metric}
+        self._ranges = {
+            kind: sorted(live.ranges.get(kind) or KNOWN_RANGES[kind])
+            for kind in self._kinds
+            if kind in live.ranges or kind in KNOWN_RANGES
+        }
+        self.reported: Counter[str] = Counter()
+        self.clipped: Counter[str] = Counter()
+        """How many values of each kind lay outside its range, of those ``reported``."""
 
     def assigned(self, answer: Capture, decision: Decision) -> float | None:
         """Returns the candidate's share when an answer of the ``decision``'s canary was assigned to
@@ -110,22 +158,53 @@ class OutcomeRules:
         }
         return found | {METRIC: math.fsum(row[METRIC] for row in rows) / len(rows)}
 
+    @property
+    def warning(self) -> str:
+        """Says of which kinds more than `CLIPPED_SHARE` of the values lay outside their range;
+        empty if there is none."""
+        shares = {k: n / self.reported[k] for k, n in self.clipped.items() if self.reported[k]}
+        found = [
+            f"{share:.0%} of {kind}"
+            for kind, share in sorted(shares.items())
+            if share > CLIPPED_SHARE
+        ]
+        if not found:
+            return ""
+        return f"values outside their range count as its ends: {', '.join(found)}; see live.ranges"
+
+    def _clipped(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Returns reported values within their ranges, and counts those that were not."""
+        found = dict(values)
+        for kind, (low, high) in self._ranges.items():
+            if kind in found:
+                self.reported[kind] += 1
+                self.clipped[kind] += not low <= found[kind] <= high
+                found[kind] = min(max(found[kind], low), high)
+        return found
+
     def values(self, answer: Capture, reports: Iterable[Feedback]) -> dict[str, float]:
         """Returns the values of a settled answer: `METRIC`, and 1 for each guardrail that it
         touched. An answer that ended early has the worst metric. One that may not be stored has no
         value for the guardrails that need its text or tokens."""
         until = answer.asked_at + self._release.outcome_after_s
         values = values_of(report for report in reports if report.received <= until)
+        reported = bool(values.keys() & self._kinds)
+        values = self._clipped(values)
         if self._release.metric == "reward":
             reward = self._rules.reward(values, answer, self._own)
             value = 0.0 if reward is None else reward
         else:
             value = values.get(self._release.metric, 0.0)
+        if reported:
+            self.reported[METRIC] += 1
+            self.clipped[METRIC] += not self._scale.holds(value)
         early = answer.finish in ENDED_EARLY  # Not silence: the user got no answer.
         found = {METRIC: 0.0 if early else self._scale.scaled(value)}
         facts = AnswerFacts.of(answer)
         for name in self._release.guardrails:
             if answer.judged_only and name not in OF_EVERY_ANSWER:
+                continue
+            if name == "long" and facts.tokens is None:
                 continue
             touched = touches(name, facts, self._release)
             if name == SILENT:
