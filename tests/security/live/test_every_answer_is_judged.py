@@ -15,6 +15,7 @@ from live_decider import Decider, in_loop, until
 from live_gateway import TOKEN, live_serving, published
 
 from deltawire.live.capture.consent import ConsentRule
+from deltawire.live.capture.uploader import UNDER_WAY_S
 from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.gateway import routing
 from deltawire.live.learning.records import LiveRecords
@@ -22,7 +23,9 @@ from deltawire.live.release.canary_outcomes import CanaryOutcomes
 from deltawire.live.release.next_decision import Situation, decide_next
 from deltawire.live.release.upload_progress import GONE_S
 from deltawire.sync import read_run
-from deltawire.wire.captures import LEFT, NOT_STORED, TIMED_OUT
+from deltawire.wire import keys
+from deltawire.wire.captures import LEFT, NOT_STORED, TIMED_OUT, GatewayState
+from deltawire.wire.objects import decode_json
 
 PLANTED = "planted-text-4711"
 
@@ -234,3 +237,27 @@ def test_an_answer_without_an_end_is_an_outcome_when_that_is_due(tmp_path, monke
             assert row.finish == TIMED_OUT
 
     scenario()
+
+
+def test_a_gateway_states_what_it_uploaded_and_that_it_ended(tmp_path, monkeypatch):
+    """The deciding process waits for it."""
+    states = []
+
+    def stated(gateway):
+        data = gateway.bucket.get(keys.live_gateway(gateway.recorder.name), limit=1 << 20)
+        states.append(decode_json(data, GatewayState, run="", key=""))
+        return states[-1]
+
+    @in_loop
+    async def scenario():
+        async with canary(tmp_path, monkeypatch) as gateway:
+            began = time.time()
+            await gateway.ask(capture="")
+            await gateway.uploaded()
+            assert stated(gateway).uploaded_until == 0.0, "it states what the round before stored"
+            await gateway.uploaded()  # In a canary each round states it.
+            assert began - UNDER_WAY_S <= stated(gateway).uploaded_until <= time.time()
+        assert stated(gateway).ended
+
+    scenario()
+    assert [one.ended for one in states] == [False, False, True]

@@ -32,8 +32,8 @@ from deltawire.wire.objects import prepared
 UPLOAD_EVERY_S = 2.0
 RETRY_AT_MOST_S = 60.0
 SEAL_WITHIN_S = 60.0
-UNDER_WAY_S = 5.0
-"""A row may wait so long for redaction and the disk after the time that it states."""
+UNDER_WAY_S = 2.0
+"""A row may come to the spool so long after the time that it states."""
 _LOG = logging.getLogger("deltawire.live")
 
 

@@ -16,6 +16,8 @@ Rows of other answers are read and forgotten. A row is kept until its user settl
 
 from __future__ import annotations
 
+from collections import Counter
+
 from deltawire.config.live import LiveConfig
 from deltawire.live.learning.records import LiveRecords
 from deltawire.live.release.evidence import CanaryTests, Evidence, HeldoutAccuracy
@@ -30,6 +32,8 @@ CANDIDATE_ACCURACY, SERVING_ACCURACY = "candidate_accuracy", "serving_accuracy"
 """Figures of the decision that let a candidate pass the evaluation gate."""
 LATE_S = 3600.0
 """Reports wait this long, after they would have settled, for an answer that was uploaded late."""
+MOST_ANSWERS = 16
+"""With ``unit = "answer"``, so many answers of one user count, so that no user decides alone."""
 
 
 class CanaryRecords(LiveRecords):
@@ -112,7 +116,7 @@ class CanaryOutcomes:
         self.records = CanaryRecords(bucket, self._rules)
         self._canary: tuple[object, ...] = ()
         self._tests = CanaryTests(live.release)
-        self._users: set[str] = set()
+        self._users: Counter[str] = Counter()
         self._asked_until = float("-inf")
         self.late = 0
         """Users of the canary whose first row came when others that asked later had settled."""
@@ -135,7 +139,7 @@ class CanaryOutcomes:
             self._rules.clipped.clear()
             self._canary = canary
             self._tests = CanaryTests(self._release, _heldout(log, decision))
-            self._users, self._asked_until, self.late = set(), float("-inf"), 0
+            self._users, self._asked_until, self.late = Counter(), float("-inf"), 0
         complete = complete_until(self._bucket, now)  # Before rows are read: they may be newer.
         self.records.poll()
         self._tests.add(self._settled(decision, complete))
@@ -171,9 +175,9 @@ class CanaryOutcomes:
         user has settled before."""
         begun, share = answers[0], self._rules.assigned(answers[0], decision)
         about = [(one, self.records.settle(one)) for one in answers]
-        first = begun.user not in self._users
-        self._users.add(begun.user)
-        if share is None or not (first or self._release.unit == "answer"):
+        place = self._users[begun.user]
+        self._users[begun.user] += 1
+        if share is None or place >= (1 if self._release.unit == "user" else MOST_ANSWERS):
             return None
         counted = [
             (one, reports)
@@ -183,7 +187,7 @@ class CanaryOutcomes:
             and self._rules.assigned(one, decision) == share
         ]
         values = self._rules.outcome(counted, decision)
-        return SettledAnswer(begun.asked_at, begun.arm, share, first, values)
+        return SettledAnswer(begun.asked_at, begun.arm, share, not place, values)
 
 
 def _heldout(log: DecisionLog, decision: Decision) -> HeldoutAccuracy | None:

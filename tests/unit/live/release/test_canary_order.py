@@ -5,6 +5,7 @@ import pytest
 from live_answers import NOW, report
 from live_canary import OLD, Canary, counts, shown
 
+from deltawire.live.release.canary_outcomes import MOST_ANSWERS
 from deltawire.live.release.outcomes import METRIC
 from deltawire.live.release.upload_progress import GONE_S
 from deltawire.wire import keys
@@ -116,3 +117,11 @@ def test_a_user_who_comes_to_light_too_late_is_counted_and_left_out():
     canary.put(shown(2))
     assert counts(canary.poll(NOW + 100)) == (1, 0)
     assert canary.outcomes.late == 1
+
+
+def test_no_user_counts_without_limit():
+    for unit, most in (("user", 1), ("answer", MOST_ANSWERS)):
+        canary = Canary(unit=unit).begin()
+        canary.put(*(shown(number, user="a" * 32, at=NOW + number / 10) for number in range(40)))
+        canary.put(shown(100))
+        assert counts(canary.poll(NOW + 200)) == (most + 1, 0)
