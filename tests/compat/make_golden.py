@@ -1,4 +1,4 @@
-"""Writes the golden runs of today's format version: run it once when the version changes.
+"""Writes the golden runs of today's format version that are missing.
 
 python tests/compat/make_golden.py tests/compat/golden
 
@@ -145,6 +145,35 @@ def unknown_codec(folder):
     bucket.put(keys.manifest(1), encode_manifest(changed))
 
 
+CODES = [
+    TensorSpec("layer.weight_packed", (1200, 8), "I32"),
+    TensorSpec("layer.weight_blocks", (60, 16), "U8"),
+]
+
+
+def packed(version):
+    """4-bit codes, of which each step changes one in four elements."""
+    place = np.arange(9600, dtype="u8")
+    words = place * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32)
+    codes = (place % 8 * 4).astype("u4")
+    words = words.astype("u4") ^ (np.uint32(version) << codes) * (place % 4 == 0)
+    blocks = np.arange(960, dtype="u2") * 7 % 251
+    blocks = blocks.astype("u1") ^ np.uint8(version) * (np.arange(960) % 5 == 0)
+    return {
+        "layer.weight_packed": words.astype("u4").reshape(1200, 8),
+        "layer.weight_blocks": blocks.astype("u1").reshape(60, 16),
+    }
+
+
+def codes(folder):
+    """4-bit codes (`DWD2`) in chunks so small that a table has several pages, in a blob."""
+    bucket, run = begin(folder, CODES, packed(0), chunk=16)
+    publisher = Publisher(
+        bucket, run, empty_mirror(run), epoch=2, anchor_every=2, compaction_strides=(2,)
+    )
+    publish(folder, publisher, 4, packed)
+
+
 def directory_of(step):
     """A model's directory: the bytes of each file by its name."""
     tensors = {"b.weight": ("BF16", [5, 3]), "a.weight": ("F32", [4])}
@@ -179,8 +208,10 @@ def directory(folder):
 
 
 def main(root):
-    for make in (signed, unsigned, unknown_codec, directory):
+    for make in (signed, unsigned, unknown_codec, directory, codes):
         folder = Path(root, f"format-1-{make.__name__.replace('_', '-')}")
+        if folder.exists():
+            continue
         folder.mkdir(parents=True)
         make(folder)
         (folder / "bucket" / keys.CLOCK).unlink(missing_ok=True)

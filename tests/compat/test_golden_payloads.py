@@ -1,9 +1,14 @@
 """Payloads of DWD1, DWD2 and DWA1 as they were when the format was fixed: read and made today.
 
-Run as a script, it writes those that are missing. One that is there is never written again: what
-it says must hold for as long as its magic does.
+Each payload of at most `OPERAND_BYTES` has its operands next to it: `NAME.base` and `NAME.target`
+for a delta, `NAME.elements` for an anchor, as flat little-endian elements. `vectors.json` states,
+for every payload, the dtype, the number of elements and the SHA-256 of the operands; `operands.py`
+there makes the larger ones in plain Python. So a reader can be checked without deltawire.
 """
 
+import hashlib
+import importlib.util
+import json
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +25,13 @@ from deltawire.codec.reference import (
     encode_packed_reference,
     encode_reference,
 )
+from deltawire.testing.payload_reader import decode_anchor, decode_delta
 
 PAYLOADS = Path(__file__).parent / "payloads"
+OPERAND_BYTES = 8192
+_SPEC = importlib.util.spec_from_file_location("operands", PAYLOADS / "operands.py")
+operands = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(operands)
 SLOW = 1 << 18  # Elements above which the reference takes seconds.
 
 
@@ -113,6 +123,92 @@ def anchor_of(name):
     return np.where(noise(count, 4) % rarity == 0, noise(count, 5) >> 56, 9).astype("u1"), dtype
 
 
+def vectors():
+    """Returns the content of `vectors.json`, and the bytes of the operands by their file name."""
+    stated, made = {}, {}
+
+    def add(file, name, dtype, **arrays):
+        size = next(iter(arrays.values())).size
+        stated[file] = {"dtype": dtype, "elements": size}
+        for kind, array in arrays.items():
+            data = array.astype(array.dtype.newbyteorder("<")).tobytes()
+            stated[file][f"{kind}_sha256"] = hashlib.sha256(data).hexdigest()
+            made[f"{name}.{kind}"] = data
+
+    for name in DELTAS:
+        base, target, dtype, _ = delta_of(name)
+        add(f"{name}.delta", name, dtype, base=base, target=target)
+    for name, (dtype, *_) in PACKED.items():
+        base, target, _, _ = packed_of(name)
+        add(f"{name}.delta", name, dtype, base=base, target=target)
+    for name in ANCHORS:
+        elements, dtype = anchor_of(name)
+        add(f"{name}.anchor", name, dtype, elements=elements)
+    return stated, made
+
+
+def test_operands_are_stored_next_to_their_payloads():
+    stated, made = vectors()
+    assert json.loads((PAYLOADS / "vectors.json").read_text()) == stated
+    assert {path.name for path in PAYLOADS.glob("*.delta")} | {
+        path.name for path in PAYLOADS.glob("*.anchor")
+    } == stated.keys()
+    small = {name: data for name, data in made.items() if len(data) <= OPERAND_BYTES}
+    kinds = {".base", ".target", ".elements"}
+    stored = {path.name: path.read_bytes() for path in PAYLOADS.iterdir() if path.suffix in kinds}
+    assert stored == small
+
+
+def test_the_reader_of_the_document_reads_the_stored_vectors():
+    """With the files alone: no operand comes from deltawire."""
+    stated = json.loads((PAYLOADS / "vectors.json").read_text())
+    checked = 0
+    for name, facts in stated.items():
+        path, size = PAYLOADS / name, codec.ITEMSIZE[facts["dtype"]]
+        if path.suffix == ".anchor" and path.with_suffix(".elements").exists():
+            elements = path.with_suffix(".elements").read_bytes()
+            found = decode_anchor(path.read_bytes(), facts["elements"], 8 * size)
+            assert b"".join(each.to_bytes(size, "little") for each in found) == elements
+            checked += 1
+        elif path.suffix == ".delta" and path.with_suffix(".base").exists():
+            data = path.with_suffix(".base").read_bytes()
+            base = [int.from_bytes(data[i : i + size], "little") for i in range(0, len(data), size)]
+            held = dict(enumerate(base)) | decode_delta(path.read_bytes(), base, 8 * size)
+            target = b"".join(held[i].to_bytes(size, "little") for i in range(len(base)))
+            assert target == path.with_suffix(".target").read_bytes()
+            checked += 1
+    assert checked >= 25
+
+
+def large(kind, names, fewest):
+    """The payloads without stored operands; those of more elements than ``fewest`` in drills."""
+    return [
+        pytest.param(f"{name}.{kind}", marks=[pytest.mark.drills] if count > fewest else [])
+        for name, count in names.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *large("delta", {name: facts[1] for name, facts in operands.DELTAS.items()}, 1 << 16),
+        *large("anchor", {name: facts[0] for name, facts in operands.ANCHORS.items()}, 1 << 16),
+    ],
+)
+def test_large_operands_are_made_in_plain_python(name):
+    stated = json.loads((PAYLOADS / "vectors.json").read_text())[name]
+    for kind, data in operands.operands(name).items():
+        assert hashlib.sha256(data).hexdigest() == stated[f"{kind}_sha256"]
+
+
+def test_all_large_operands_can_be_made():
+    stored = {path.stem for path in PAYLOADS.iterdir() if path.suffix in (".base", ".elements")}
+    deltas = {path.stem for path in PAYLOADS.glob("*.delta")} - stored
+    anchors = {path.stem for path in PAYLOADS.glob("*.anchor")} - stored
+    assert deltas <= operands.DELTAS.keys()
+    assert anchors <= operands.ANCHORS.keys()
+
+
 @pytest.mark.parametrize("name", DELTAS)
 def test_deltas_of_the_first_day(name):
     base, target, dtype, columns = delta_of(name)
@@ -150,7 +246,7 @@ def test_anchors_of_the_first_day(name):
 
 
 def test_they_are_of_every_layout_and_mode():
-    files = list(PAYLOADS.iterdir())
+    files = [path for path in PAYLOADS.iterdir() if path.suffix in (".delta", ".anchor")]
     assert len(files) == len(DELTAS) + len(PACKED) + len(ANCHORS)
     every = [path.read_bytes() for path in files if path.suffix == ".delta"]
     deltas = [payload for payload in every if payload[:4] == b"DWD1"]
@@ -162,6 +258,15 @@ def test_they_are_of_every_layout_and_mode():
     anchors = [path.read_bytes() for path in files if path.suffix == ".anchor"]
     assert {payload[:4] for payload in anchors} == {b"DWA1"}
     assert sum(payload[5] == 1 for payload in anchors) == 2
+
+
+def write_operands():
+    """Writes the operands and `vectors.json`."""
+    stated, made = vectors()
+    (PAYLOADS / "vectors.json").write_text(json.dumps(stated, indent=1) + "\n")
+    for name, data in made.items():
+        if len(data) <= OPERAND_BYTES:
+            (PAYLOADS / name).write_bytes(data)
 
 
 def write_missing():
@@ -182,3 +287,4 @@ def write(path, payload):
 
 if __name__ == "__main__":
     write_missing()
+    write_operands()

@@ -65,7 +65,7 @@ def assert_plain(reader, version, hashes):
         assert hashlib.sha256(data).hexdigest() == hashes[name], name
 
 
-@pytest.mark.parametrize("kind", ["signed", "unsigned", "unknown-codec", "directory"])
+@pytest.mark.parametrize("kind", ["signed", "unsigned", "unknown-codec", "directory", "codes"])
 def test_there_is_one_of_today(kind):
     assert (GOLDEN / f"format-{FORMAT}-{kind}").is_dir()
 
@@ -99,6 +99,26 @@ def test_the_plain_reader_reads_every_version(name):
         assert_plain(reader, version, expected[version])
     with pytest.raises(FormatError, match="retention"):
         reader.read(0)
+
+
+@every("codes")
+def test_codes_of_four_bits_and_tables_of_several_pages(name):
+    bucket, expected = golden(name)
+    run = read_run(bucket)
+    reader = plain_reader(name)
+    for version, hashes in expected.items():
+        assert_bits(load_mirror(bucket, run, at=version), hashes)
+        assert_plain(reader, version, hashes)
+    manifest = read_manifest(bucket, run, 1)
+    assert manifest.delta.table.blob
+    assert manifest.delta.table.pieces > 512
+    magics = set()
+    for version in range(1, len(expected)):
+        later = read_manifest(bucket, run, version)
+        payload = read_payload(bucket, run, later, later.delta)
+        blobs = [bucket.get(keys.blob(blob.hash), limit=1 << 20) for blob in payload.blobs]
+        magics |= {blobs[piece.blob][piece.offset :][:4] for piece in payload.pieces}
+    assert b"DWD2" in magics
 
 
 @every("signed")
