@@ -55,6 +55,7 @@ FLAGS = {
         "--engine",
         "--shape",
         "--launcher",
+        "--all",
         "--dry-run",
         "--key",
         "--allow-rollback",

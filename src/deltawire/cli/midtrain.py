@@ -13,7 +13,7 @@ from deltawire.errors import InputError
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declares the command."""
     parser = commands.add_parser("midtrain", help="train on documents, before or between RL runs")
-    parser.set_defaults(call=run, engine=None, dry_run=False, launcher="local")
+    parser.set_defaults(call=run, engine=None, dry_run=False, all=False, launcher="local")
     parser.add_argument(
         "config", metavar="CONFIG.toml", help="the configuration, with a [midtrain] section"
     )

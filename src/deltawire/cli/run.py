@@ -38,8 +38,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check model, tasks and trust, print every setting, and stop",
+        help="check model, tasks and trust, print what differs from the defaults and the memory "
+        "that is needed, and stop",
     )
+    parser.add_argument("--all", action="store_true", help="with --dry-run: print every setting")
     add_job_options(parser)
 
 
@@ -50,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from deltawire.config.served import served_precision
     from deltawire.dashboard.live import screen
-    from deltawire.launch.checks import check_start, check_tasks
+    from deltawire.launch.checks import check_start, check_tasks, warnings_of
     from deltawire.launch.processes import read_config, refuse_memory
     from deltawire.launch.role_keys import RunKeys, refuse_signed
     from deltawire.launch.session import Job, check_audit, execute, only_one, open_output
@@ -68,8 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         check_start(config)
         check_tasks(config)
-        _print_config(console, config, out, as_json=arguments.json)
+        _print_config(console, config, out, as_json=arguments.json, everything=arguments.all)
+        if not arguments.json:
+            _print_memory(console, config)
+            for line in warnings_of(config):
+                console.print(f"warning: {line}", soft_wrap=True, markup=False, emoji=False)
         return 0
+    for line in warnings_of(config):
+        console.print(f"warning: {line}", soft_wrap=True, markup=False, emoji=False)
     if config.rollout.workers:
         check_engine(config.rollout.engine)
     bucket = open_output(out, arguments.bucket)
@@ -109,12 +117,32 @@ def _launcher(
     return contextlib.closing(RayLauncher.open(config))
 
 
-def _print_config(console: Console, config: RunConfig, out: Path, *, as_json: bool) -> None:
+def _print_memory(console: Console, config: RunConfig) -> None:
+    from deltawire.plan.run_memory import GIB, memory_of
+    from deltawire.runtime.memory import UNLIMITED, available_host_bytes
+
+    found = memory_of(config)
+    if found is None:
+        console.print("No memory is predicted for this run; deltawire shapes MODEL plans for GPUs.")
+        return
+    console.print("Predicted memory, in GiB:")
+    for line in found.lines():
+        console.print(f"  {line}", soft_wrap=True, markup=False, emoji=False)
+    free = available_host_bytes()
+    if free != UNLIMITED:
+        few = free < found.total
+        words = f"{'warning: only ' if few else ''}{free / GIB:.1f} GiB are free on this machine"
+        console.print(f"  {words}", markup=False, emoji=False)
+
+
+def _print_config(
+    console: Console, config: RunConfig, out: Path, *, as_json: bool, everything: bool
+) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from deltawire.config import flatten
+    from deltawire.config import RunConfig, flatten
     from deltawire.display import redact, safe_line
 
     flat = {**redact(flatten(config)), "out": str(out)}
@@ -122,12 +150,18 @@ def _print_config(console: Console, config: RunConfig, out: Path, *, as_json: bo
         Console().print_json(data=flat, ensure_ascii=True)
         return
     flat["shape"] = config.shape.get("name", "")
+    defaults = flatten(RunConfig(name=config.name))
+    own = [key for key, value in flat.items() if key not in defaults or defaults[key] != value]
+    rest = [key for key in flat if key not in own]
     title = Text(f"deltawire run {safe_line(config.name)}")
     table = Table("key", "value", title=title, title_justify="left")
-    for key, value in flat.items():
+    for key in [*own, *rest] if everything else own:
+        value = flat[key]
         shown = repr(value) if isinstance(value, str) else str(value)
-        table.add_row(key, Text(safe_line(shown)))
+        table.add_row(key, Text(safe_line(shown)), end_section=key == own[-1])
     console.print(table)
+    if not everything:
+        console.print(f"{len(rest)} settings have their defaults; --all prints them.")
     if config.budget.controller == "auto":
         from deltawire.rl.budget.limits import BudgetLimits
 

@@ -44,7 +44,7 @@ from typing import Any
 
 from deltawire.config import RunConfig
 from deltawire.errors import InputError
-from deltawire.runtime.children import ENVIRONMENT, ChildProcess, LocalLauncher
+from deltawire.runtime.children import ENVIRONMENT, HEAP, ChildProcess, LocalLauncher
 from deltawire.runtime.memory import MemoryWatch
 from deltawire.train.rank_agent import rank_environment
 
@@ -235,7 +235,7 @@ class RayChild:
         code: int | None = None
         with self._log.open("ab", buffering=0) as log:
             try:
-                variables = {**forwarded, **ENVIRONMENT, **self._environment()}
+                variables = {**HEAP, **forwarded, **ENVIRONMENT, **self._environment()}
                 words, key = without_key(command)
                 started = self._actor.start.remote(words, variables, str(Path.cwd()), key)
                 self.pid = ray.get(started)

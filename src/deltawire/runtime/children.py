@@ -22,6 +22,13 @@ ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 processes must draw the same samples.
 """
 
+HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""Variables of every child that its own environment may replace. glibc gives a block of this size
+or more back to the system when it is freed. Left to itself, it raises the limit to 32 MiB as blocks
+are freed; activations of different sizes then leave holes in the heap, and a trainer grows from
+batch to batch.
+"""
+
 
 class ChildProcess(Protocol):
     """A process that a launcher started."""
@@ -77,7 +84,7 @@ class LocalChild:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, **ENVIRONMENT},
+                env={**HEAP, **os.environ, **ENVIRONMENT},
             )
         self._memory = MemoryWatch(self._process.pid)
 

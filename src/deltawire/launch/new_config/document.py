@@ -22,18 +22,25 @@ class Document:
 
     def __init__(self, opening: str) -> None:
         self._lines = _comment(opening)
+        self._first_table: int | None = None
 
     def table(self, name: str, comment: str = "") -> None:
         """Begins a table."""
+        if self._first_table is None:
+            self._first_table = len(self._lines)
         self._lines += ["", *_comment(comment), f"[{name}]"]
 
     def key(self, name: str, value: Any, comment: str = "") -> None:
         """Sets a key; a comment that is too long for its line comes before it."""
-        line = f"{name} = {toml(value)}"
-        if comment and len(line) + len(comment) + 4 <= WIDTH:
-            self._lines.append(f"{line}  # {comment}")
-        else:
-            self._lines += [*_comment(comment), line]
+        self._lines += _key(name, value, comment)
+
+    def top(self, name: str, value: Any, comment: str = "") -> None:
+        """Sets a key that belongs to no table, also after tables were begun."""
+        lines = _key(name, value, comment)
+        at = len(self._lines) if self._first_table is None else self._first_table
+        self._lines[at:at] = lines
+        if self._first_table is not None:
+            self._first_table += len(lines)
 
     def remark(self, text: str) -> None:
         """Adds a comment for itself."""
@@ -56,6 +63,13 @@ def toml(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)
     return json.dumps(value)
+
+
+def _key(name: str, value: Any, comment: str) -> list[str]:
+    line = f"{name} = {toml(value)}"
+    if comment and len(line) + len(comment) + 4 <= WIDTH:
+        return [f"{line}  # {comment}"]
+    return [*_comment(comment), line]
 
 
 def _comment(text: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Literal
 from deltawire.config import RunConfig, TaskConfig, check_config
 from deltawire.data.rows import open_rows
 from deltawire.errors import InputError
-from deltawire.launch.checks import check_model
+from deltawire.launch.checks import check_model, has_chat_template
 from deltawire.launch.new_config.document import Document
 from deltawire.launch.new_config.size import CPU, Sizing, size_trainer
 
@@ -93,9 +92,13 @@ def new_config(wishes: Wishes, *, where: Path) -> str:
     sizing = Sizing("A model of 1.4 M parameters trains on two cores.")
     if not wishes.scratch:
         sizing = size_trainer(wishes.model, on=wishes.on, mode=wishes.mode, context=context)
+    if "threads" in sizing.settings:
+        document.top("threads", sizing.settings["threads"], "of each process: they share the cores")
     _rollout(document, wishes, tokens, context)
+    _slots(document, sizing, "rollout.slots")
     _train(document, wishes, sizing)
     _evaluate(document, wishes)
+    _slots(document, sizing, "evaluate.slots")
     text = document.text()
     check_config(tomllib.loads(text), source=str(where))
     return text
@@ -204,20 +207,10 @@ def _dataset_task(document: Document, wishes: Wishes, path: str) -> None:
 
 def _prompt(document: Document, wishes: Wishes, column: str) -> None:
     """One user message where the model has a chat template, otherwise a line of text."""
-    if not wishes.scratch and _has_chat_template(Path(wishes.model)):
+    if not wishes.scratch and has_chat_template(Path(wishes.model)):
         document.key("messages", [{"role": "user", "content": f"{{{column}}}"}])
     else:
         document.key("prompt", f"{{{column}}}\n")
-
-
-def _has_chat_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))
 
 
 def _reward(document: Document, wishes: Wishes) -> None:
@@ -303,7 +296,8 @@ def _train(document: Document, wishes: Wishes, sizing: Sizing) -> None:
     document.key("optimizer.learning_rate", rate, why)
     for key, value in sizing.settings.items():
         name = key.removeprefix("train.")
-        if name not in ("adapter.kind", "adapter.rank", "optimizer.kind"):
+        known = ("adapter.kind", "adapter.rank", "optimizer.kind")
+        if key.startswith("train.") and name not in known:
             document.key(name, value)
     if sizing.lora:
         document.table("train.adapter", "pip install 'deltawire[lora]'")
@@ -311,6 +305,11 @@ def _train(document: Document, wishes: Wishes, sizing: Sizing) -> None:
         rank = sizing.settings.get("train.adapter.rank", 16)
         document.key("rank", rank)
         document.key("alpha", 2.0 * rank, "the adapter's product is scaled by alpha / rank")
+
+
+def _slots(document: Document, sizing: Sizing, key: str) -> None:
+    if key in sizing.settings:
+        document.key("slots", sizing.settings[key], "sequences that are decoded at a time")
 
 
 def _evaluate(document: Document, wishes: Wishes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from deltawire.config import RunConfig, check_config
 from deltawire.errors import InputError
 from deltawire.launch.shapes import settings_of
 from deltawire.plan.accelerators import accelerator_named, shipped_accelerators
@@ -17,11 +19,21 @@ from deltawire.plan.catalogue import find_model
 from deltawire.plan.layout import Mode
 from deltawire.plan.profile import Profile
 from deltawire.plan.resolver import Accelerators, resolve_training_profile
+from deltawire.plan.run_memory import RunMemory, run_memory
 from deltawire.runtime.memory import available_host_bytes
 
 CPU = "cpu"
 TRAINER_SHARE = 0.5
 """The trainer's share of a processor's memory: two workers and the evaluator hold the model too."""
+SHARE_OF_FREE = 0.9
+"""The share of the free memory that a new run may take: predictions err."""
+WORKERS = 2
+"""Workers that a new run starts on this machine."""
+SHARE_OF_SAMPLERS = 0.4
+"""The share of that which workers and evaluator may take."""
+BATCHES = (4096, 2048, 1024, 512, 256)
+"""Tokens of a batch to choose from. More make no step faster on processors."""
+SLOTS = (64, 32, 16, 8)
 GIB = 2.0**30
 _ON = re.compile(r"([1-9][0-9]{0,3})x([A-Za-z0-9.-]{1,32})")
 _KINDS = ("b300", "b200", "h200", "h100", "a100")
@@ -80,7 +92,67 @@ def size_trainer(
         return Sizing(reason, settings, on_gpu=True)
     # One process computes in float32; offload would move memory to where it already is.
     kept = ("train.adapter.kind", "train.adapter.rank", "train.activation_checkpointing")
-    return Sizing(reason, {key: settings[key] for key in kept if key in settings})
+    found = {key: settings[key] for key in kept if key in settings}
+    fitted, prediction = fit_processors(path, model, found, context=context)
+    return Sizing(prediction or reason, found | fitted)
+
+
+def fit_processors(
+    path: str, model: Model, settings: dict[str, Any], *, context: int
+) -> tuple[dict[str, Any], str]:
+    """Chooses what makes a run fit into this machine's memory: the tokens of a batch, and the
+    sequences that samplers decode at a time. Returns the settings, and the prediction in words.
+
+    Threads are those of one process: trainer and workers compute at the same time, and threads of
+    more processes than there are cores wait for each other.
+    """
+    free = SHARE_OF_FREE * min(available_host_bytes(), 1 << 50)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, (cores or 1) // (1 + WORKERS))
+    fixed: dict[str, Any] = {"threads": threads, "train.compute": "float32"}
+    sizes = {
+        "train.max_tokens_per_batch": BATCHES[-1],
+        "rollout.slots": SLOTS[-1],
+        "evaluate.slots": SLOTS[-1],
+    }
+
+    def predicted() -> RunMemory | None:
+        return run_memory(model, _config(path, settings | fixed | sizes, context))
+
+    found = predicted()
+    if found is None:
+        return fixed, ""
+    for slots in SLOTS:
+        sizes["rollout.slots"] = sizes["evaluate.slots"] = slots
+        found = predicted() or found
+        if found.total - found.processes[0].total <= SHARE_OF_SAMPLERS * free:
+            break
+    for tokens in BATCHES:
+        sizes["train.max_tokens_per_batch"] = tokens
+        found = predicted() or found
+        if found.total <= free:
+            break
+    adapter = settings.get("train.adapter.kind") == "lora"
+    parts = (f"{one.count} x {one.process} {one.total / GIB:.1f}" for one in found.processes)
+    words = (
+        f"Trains {'a LoRA adapter' if adapter else 'the whole model'} of "
+        f"{model.parameters / 1e9:.2f} B parameters. Predicted, in GiB: {', '.join(parts)}; "
+        f"{free / SHARE_OF_FREE / GIB:.1f} are free."
+    )
+    return fixed | sizes, words
+
+
+def _config(path: str, settings: dict[str, Any], context: int) -> RunConfig:
+    """Returns the run that `deltawire.launch.new_config.new_run` will write, as far as memory
+    depends on it."""
+    values: dict[str, Any] = {"name": "sizes", "model": {"path": path}}
+    values["rollout"] = {"workers": WORKERS, "group_size": 8, "context": context}
+    for key, value in settings.items():
+        place, *parts = values, *key.split(".")
+        for part in parts[:-1]:
+            place = place.setdefault(part, {})
+        place[parts[-1]] = value
+    return check_config(values, source="the sizes")
 
 
 def _first_that_fits(

@@ -112,7 +112,6 @@ def serve_policy(
         raise
     if not opened.external:
         folder.cleanup()
-    release_heap()  # Of the version's bits, which were copied into the model.
 
     async def close() -> None:
         await opened.close()
@@ -155,6 +154,7 @@ def _await_version(process: Process, bucket: Bucket) -> None:
 
 def follow(steps: Steps, served: ServedPolicy) -> Follower:
     """A follower that stages each update for the weights being served."""
+    release_heap()  # Of the first version's bits, which were copied into the model.
 
     def stage(update: Update) -> None:
         served.live.stage(update.patches, update.version, update.digest)

@@ -1,6 +1,7 @@
 """The file that ``deltawire init`` writes fits the model, the task and the machine."""
 
 import json
+import os
 import tomllib
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from deltawire.config import check_config
 from deltawire.errors import InputError
 from deltawire.launch.checks import check_start
-from deltawire.launch.new_config import Document, Wishes, new_config, write_new
+from deltawire.launch.new_config import Document, Wishes, new_config, size, write_new
+from deltawire.plan.run_memory import memory_of
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -193,3 +195,45 @@ def test_a_dataset_that_reasoning_gym_does_not_have_is_refused(model, tmp_path, 
                 Wishes(task="reasoning_gym:spell_backwards", **one, **wish), tmp_path / "first.toml"
             )
     assert not (tmp_path / "first.toml").exists()
+
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(("free", "kind"), [(64, "none"), (16, "none"), (9, "lora")])
+def test_a_run_on_processors_fits_into_the_memory_that_is_free(tmp_path, monkeypatch, free, kind):
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    monkeypatch.setattr(size, "available_host_bytes", lambda: free << 30)
+    config = written(Wishes(model=str(tmp_path), on="cpu"), tmp_path)
+    assert config.train.adapter.kind == kind
+    assert config.train.compute == "float32"
+    assert config.threads == max(1, len(os.sched_getaffinity(0)) // 3)
+    assert memory_of(config).total <= 0.9 * (free << 30)
+    text = (tmp_path / "first.toml").read_text()
+    for key in ("threads =", "max_tokens_per_batch =", "compute =", "slots ="):
+        assert key in text
+    assert "Predicted, in GiB: 1 x trainer" in " ".join(text.replace("#", " ").split())
+
+
+def test_less_memory_means_smaller_batches(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    chosen = []
+    for free in (64, 12, 10):
+        monkeypatch.setattr(size, "available_host_bytes", lambda free=free: free << 30)
+        (tmp_path / "first.toml").unlink(missing_ok=True)
+        config = written(Wishes(model=str(tmp_path), on="cpu", mode="full"), tmp_path)
+        chosen.append(memory_of(config).total)
+        assert chosen[-1] <= 0.9 * (free << 30)
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] > chosen[-1]

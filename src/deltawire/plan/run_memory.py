@@ -1,0 +1,213 @@
+"""Predicts the most memory that each process of a run on one machine's processors holds.
+
+A trainer of one rank that computes in float32 holds, in bytes for each parameter: 4 for the values
+that it computes with; 4 for the master of each trained one, 8 for Adam's moments, 4 for gradients;
+2 for the publisher's baseline, and 2 for the next version of each trained one. To this come the
+activations of ``train.max_tokens_per_batch`` tokens, and a chunk of logits. Activations are those
+of the plan for accelerators (`deltawire.plan.activations`), which counts 2 bytes a value where
+float32 takes 4.
+
+A sampler holds the values, and keys and values of ``slots`` sequences of ``context`` tokens. While
+it loads a version, it holds the version's bits as well.
+
+Nothing here imports torch. ``deltawire bench train --keys real_memory_error`` compares the
+predictions with what processes held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltawire.config import RunConfig
+from deltawire.plan.activations import layer_activations
+from deltawire.plan.architecture import Model
+from deltawire.plan.layout import TrainingLayout
+
+GIB = 2.0**30
+LIBRARIES = 0.46 * GIB
+"""Resident memory of a process that has imported torch, transformers and deltawire, and done
+nothing: measured with torch's build for processors."""
+VALUE, PUBLISHED = 4, 2
+"""Bytes of a value that is computed with, and of one that is published."""
+WIDER = VALUE / PUBLISHED
+"""Bytes of an activation over those of the plan for accelerators."""
+LOGITS = 1 << 26
+"""`deltawire.train.head.CHUNK_ELEMENTS`; this module must not import torch."""
+LOGIT_COPIES = 3
+"""Arrays of a chunk's size that the head's passes hold at a time: logits, their exponentials, and
+one on its way."""
+LEAST_ROWS, MOST_ROWS = 256, 4096
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """The most that one process holds, in bytes by part; ``count`` processes are alike."""
+
+    process: str
+    count: int
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Bytes of one of them."""
+        return sum(self.parts.values())
+
+    @property
+    def words(self) -> str:
+        """Returns the parts in one line, the largest first."""
+        largest = sorted(self.parts.items(), key=lambda item: -item[1])
+        return ", ".join(f"{name} {size / GIB:.2f}" for name, size in largest if size >= GIB / 100)
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """The memory that a run takes of one machine, and other figures that follow from its sizes."""
+
+    processes: list[ProcessMemory]
+    step_tokens: int
+    """The most tokens of a step: prompts and answers that fill the context."""
+    version_bytes: int
+    """Bytes of a version that is stored whole."""
+    checkpoint_bytes: int
+    kept_checkpoints: int
+
+    @property
+    def total(self) -> float:
+        """Bytes of all processes at their peaks."""
+        return sum(one.count * one.total for one in self.processes)
+
+    def lines(self) -> list[str]:
+        """Returns one line for each process, and one for each other figure."""
+        found = [
+            f"{one.count} x {one.process}: {one.total / GIB:.1f} GiB ({one.words})"
+            for one in self.processes
+        ]
+        found.append(f"together: {self.total / GIB:.1f} GiB at their peaks")
+        found.append(f"a step: at most {self.step_tokens:,} tokens")
+        found.append(f"a whole version: {self.version_bytes / 1e6:,.0f} MB")
+        disk = self.checkpoint_bytes * self.kept_checkpoints
+        found.append(
+            f"a checkpoint: {self.checkpoint_bytes / 1e9:.2f} GB on disk, "
+            f"{self.kept_checkpoints} are kept: {disk / 1e9:.2f} GB"
+        )
+        return found
+
+
+def run_memory(model: Model, config: RunConfig) -> RunMemory | None:
+    """Predicts a run on processors; None where the formulas do not hold.
+
+    They hold for one rank that computes in float32 and publishes 16 bits a weight, and for embedded
+    samplers.
+    """
+    train, rollout = config.train, config.rollout
+    outside = train.ranks > 1 or train.compute != "float32" or bool(train.adapters)
+    if outside or train.exporter != "bf16" or rollout.engine != "transformers":
+        return None
+    if config.device == "cuda" or train.adapter.packed != "none" or config.midtrain is not None:
+        return None
+    trained = trained_parameters(model, config)
+    step_tokens = train.groups_per_step * rollout.group_size * rollout.context
+    processes = [trainer_memory(model, config, tokens=train.max_tokens_per_batch)]
+    if rollout.workers:
+        parts = sampler_parts(model, config, slots=rollout.slots)
+        processes.append(ProcessMemory("worker", rollout.workers, parts))
+    if config.evaluate.every:
+        parts = sampler_parts(model, config, slots=config.evaluate.slots)
+        processes.append(ProcessMemory("evaluator", 1, parts))
+    return RunMemory(
+        processes=processes,
+        step_tokens=step_tokens,
+        version_bytes=PUBLISHED * model.parameters,
+        checkpoint_bytes=12 * trained,
+        kept_checkpoints=max(1, config.retain.checkpoints),
+    )
+
+
+def trained_parameters(model: Model, config: RunConfig) -> int:
+    """Returns how many values a run trains."""
+    if config.train.adapter.kind == "none":
+        return model.parameters
+    rank = config.train.adapter.rank
+    return sum(layer.adapter_parameters(rank, experts=False) for layer in model.layers)
+
+
+def trainer_memory(model: Model, config: RunConfig, *, tokens: int) -> ProcessMemory:
+    """Predicts a trainer whose micro-batches have at most ``tokens`` tokens."""
+    train, rollout = config.train, config.rollout
+    trained = trained_parameters(model, config)
+    frozen = model.parameters if train.adapter.kind != "none" else 0
+    tokens = min(tokens, train.groups_per_step * rollout.group_size * rollout.context)
+    masters = {
+        "weights": VALUE * (frozen + trained),
+        "masters": VALUE * trained,
+        "optimizer": 2 * VALUE * trained if train.optimizer.kind != "muon" else VALUE * trained,
+        "gradients": VALUE * trained,
+        "publisher": PUBLISHED * (frozen + trained) + PUBLISHED * trained,
+    }
+    rows = min(tokens, max(LEAST_ROWS, min(MOST_ROWS, LOGITS // model.vocabulary)))
+    head = LOGIT_COPIES * VALUE * rows * model.vocabulary
+    if not frozen:
+        head += VALUE * model.embedding  # The sum of the head's gradient, next to the parameter's.
+    parts = {
+        "libraries": LIBRARIES,
+        **masters,
+        "activations": _activations(model, config, tokens),
+        "logits": head,
+    }
+    return ProcessMemory("trainer", 1, {name: float(size) for name, size in parts.items()})
+
+
+def _activations(model: Model, config: RunConfig, tokens: int) -> float:
+    """Returns the bytes of all layers' activations at the end of a forward pass."""
+    adapter = config.train.adapter
+    layout = TrainingLayout(
+        mode="full" if adapter.kind == "none" else "lora",
+        context=tokens,
+        lora_rank=0 if adapter.kind == "none" else adapter.rank,
+    )
+    kept, largest = 0.0, 0.0
+    policy = config.train.activation_checkpointing
+    for layer, count in model.kinds:
+        found = layer_activations(layer, model.hidden, layout)
+        each = {"none": found.saved, "selective": found.kept}.get(policy, found.boundary)
+        kept += count * each
+        if policy != "none":
+            largest = max(largest, found.backward)
+    return WIDER * (kept + largest)
+
+
+def sampler_parts(model: Model, config: RunConfig, *, slots: int) -> dict[str, float]:
+    """Predicts a worker or an evaluator with the embedded engine."""
+    rollout = config.rollout
+    value = VALUE if rollout.precision == "float32" else PUBLISHED
+    weights = model.parameters + (
+        trained_parameters(model, config) if config.train.adapter.kind != "none" else 0
+    )
+    cache = sum(layer.attention.keys + layer.attention.values for layer in model.layers)
+    # Before anything is sampled, the version is loaded from its bits.
+    sampling = value * slots * rollout.context * cache + LOGIT_COPIES * VALUE * slots * (
+        model.vocabulary
+    )
+    return {
+        "libraries": LIBRARIES,
+        "weights": float(VALUE * weights),
+        "sampling" if sampling > PUBLISHED * weights else "loading": float(
+            max(sampling, PUBLISHED * weights)
+        ),
+    }
+
+
+def memory_of(config: RunConfig) -> RunMemory | None:
+    """Predicts the run of a configuration whose model is a directory; None without one, or for a
+    model that the plan does not describe."""
+    from deltawire.errors import InputError
+    from deltawire.plan.catalogue import find_model
+
+    if not config.model.path:
+        return None
+    try:
+        model, _ = find_model(str(Path(config.model.path)))
+    except InputError:
+        return None
+    return run_memory(model, config)

@@ -1,0 +1,108 @@
+"""The prediction of what each process of a run on processors holds."""
+
+import json
+
+import pytest
+
+from deltawire.config import run_config
+from deltawire.plan import run_memory as predicting
+from deltawire.plan.run_memory import GIB, memory_of
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+PARAMETERS = 134_515_008
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    return tmp_path
+
+
+def predicted(model, **changes):
+    values = {"name": "x", "model": {"path": str(model)}}
+    values["rollout"] = {"context": 128, "slots": 32, "workers": 3} | changes.pop("rollout", {})
+    values["train"] = {"groups_per_step": 4, "max_tokens_per_batch": 256} | changes.pop("train", {})
+    return memory_of(run_config(values | changes, url=""))
+
+
+def test_each_parameter_takes_what_its_copies_take(model):
+    found = predicted(model)
+    trainer, worker, evaluator = found.processes
+    assert (trainer.process, worker.process, evaluator.process) == (
+        "trainer",
+        "worker",
+        "evaluator",
+    )
+    assert (trainer.count, worker.count, evaluator.count) == (1, 3, 1)
+    each = {"weights": 4, "masters": 4, "optimizer": 8, "gradients": 4, "publisher": 4}
+    assert {name: trainer.parts[name] / PARAMETERS for name in each} == each
+    assert worker.parts["weights"] == 4 * PARAMETERS
+    assert found.version_bytes == 2 * PARAMETERS
+    assert found.checkpoint_bytes == 12 * PARAMETERS
+    assert found.step_tokens == 4 * 8 * 128
+    assert found.total == trainer.total + 3 * worker.total + evaluator.total
+
+
+def test_an_adapter_has_no_states_of_the_frozen_weights(model):
+    full = predicted(model).processes[0]
+    lora = predicted(model, train={"adapter": {"kind": "lora"}}).processes[0]
+    for part in ("masters", "optimizer", "gradients"):
+        assert lora.parts[part] < full.parts[part] / 20
+    assert lora.parts["weights"] > full.parts["weights"]
+    assert lora.parts["publisher"] < full.parts["publisher"] * 0.6
+
+
+def test_activations_grow_with_the_batch_and_never_past_a_step(model):
+    small, large = (predicted(model, train={"max_tokens_per_batch": n}) for n in (256, 2048))
+    one, other = small.processes[0].parts, large.processes[0].parts
+    assert other["activations"] == pytest.approx(8 * one["activations"])
+    assert {name for name in one if one[name] != other[name]} == {"activations", "logits"}
+    whole, more = (predicted(model, train={"max_tokens_per_batch": n}) for n in (4096, 8192))
+    assert whole.total == more.total
+    saved = predicted(model, train={"activation_checkpointing": "full"}).processes[0]
+    assert saved.parts["activations"] < one["activations"] / 2
+
+
+def test_keys_and_values_grow_with_slots_and_context(model):
+    parts = [
+        predicted(model, rollout={"slots": slots, "context": context}).processes[1].parts
+        for slots, context in ((64, 512), (128, 512), (64, 1024))
+    ]
+    token = 30 * 2 * 3 * 64 * 4
+    assert parts[1]["sampling"] - parts[0]["sampling"] == 64 * (512 * token + 3 * 4 * 49152)
+    assert parts[2]["sampling"] - parts[0]["sampling"] == 64 * 512 * token
+
+
+@pytest.mark.parametrize("train", [{"exporter": "f32"}, {"compute": "bfloat16"}, {"ranks": 2}])
+def test_nothing_is_predicted_where_the_formulas_do_not_hold(model, train):
+    assert predicted(model, train=train) is None
+
+
+def test_a_run_without_a_directory_has_no_prediction():
+    assert memory_of(run_config({"name": "x"}, url="")) is None
+
+
+def test_the_constants_are_those_of_the_head():
+    from deltawire.train import head
+
+    assert predicting.LOGITS == head.CHUNK_ELEMENTS
+    assert (predicting.LEAST_ROWS, predicting.MOST_ROWS) == (head._LEAST, head._MOST)
+
+
+def test_the_lines_name_every_process_and_the_disk(model):
+    text = "\n".join(predicted(model).lines())
+    for words in ("1 x trainer: ", "3 x worker: ", "1 x evaluator: ", "together: ", "269 MB"):
+        assert words in text
+    assert "1.61 GB on disk, 2 are kept: 3.23 GB" in text
+    assert predicted(model).total / GIB > 5
