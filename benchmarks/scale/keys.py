@@ -70,6 +70,19 @@ KEYS: Final[dict[str, Key]] = {
     ),
     "plan_time_error_p90": Key("planned", "<=", 0.30, "the 90th percentile of the same"),
     "plan_bytes_error": Key("planned", "<=", 0.02, "largest error of the planned bytes"),
+    "storm_last_reader_vs_needed": Key(
+        "storm_run", "<=", 1.25, "last of 16 readers that outrun their store, over a perfect queue"
+    ),
+    "storm_attempts": Key(
+        "storm_run", "<=", 1.5, "requests of these readers over those that they needed"
+    ),
+    "storm_cold_start_vs_needed": Key(
+        "storm_run", "<=", 1.25, "the same time, of readers that hold nothing"
+    ),
+    "storm_processes_ended": Key("storm_run", "<=", 0, "readers that ended before they were done"),
+    "storm_commit_delay_s": Key(
+        "storm_run", "<=", 2, "seconds that the storm adds to commits on the same store, most"
+    ),
     "simulation_error": Key(
         "planned", "<=", 0.15, "median error of the simulated time to the last reader"
     ),

@@ -147,6 +147,7 @@ class _Storm:
                 refusals = reader.refused.pop()
             else:
                 refusals, reader.unasked = 0, reader.unasked - 1
+            reader.window.sent(reader.under_way, now)
             reader.under_way += 1
             kind = "answer" if self._take(now) else "refusal"
             taken_s = self._latency_s * (0.75 + 0.5 * self._rng.random())

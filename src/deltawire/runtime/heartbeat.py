@@ -12,8 +12,9 @@ thread hangs. The main thread therefore marks its progress, and the heartbeat st
 that was and how long the current activity may take. An activity that may take long is announced
 with `HeartbeatWriter.long_task` and limited to `SLOWDOWN` times the longest one of its kind so far,
 within ``faults.stall_s`` and ``faults.long_s``; the first of its kind is limited by the latter.
-Time in which the store did not answer, or in which the whole process stood still, does not count
-against the main thread.
+Time in which the store did not answer or refused requests because there were too many, or in which
+the whole process stood still, does not count against the main thread. The heartbeat's own requests
+go first, or a process that loads a version from a store that throttles would look silent.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from deltawire.events import Role
 from deltawire.runtime.lease import Lease
 from deltawire.runtime.signed_bucket import SignedBucket
 from deltawire.store import Bucket, open_bucket
+from deltawire.store.lanes import in_lane
+from deltawire.store.request_limit import refusals_of, refused_ago_s
 from deltawire.store.retrying import RetryingBucket
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json, encode_json
@@ -45,6 +48,9 @@ REQUEST_S = 5.0
 """The time limit of the heartbeat thread's requests, in seconds. Each is tried twice, for which
 ``faults.silence_s`` must leave time: a hanging request is not a hanging process.
 """
+THROTTLED_S = 150.0
+"""For so long after a refusal the main thread may wait for the store: longer than the longest pause
+between two attempts."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ class HeartbeatWriter:
     """Writes the heartbeats of one process from a thread, and holds the lease of its name.
 
     Until `start`, progress is recorded nowhere and the lease is not held. ``worker`` supplies the
-    part of the heartbeat that only workers have, ``alarm`` what could not be read.
+    part of the heartbeat that only workers have, ``alarm`` what could not be read. A process whose
+    store refuses requests says so there, and for how long.
     """
 
     def __init__(
@@ -150,8 +157,12 @@ class HeartbeatWriter:
         return time.monotonic() - max(self._progress.at, self._excused_at)
 
     def _run(self) -> None:
+        with in_lane("first"):
+            self._beat()
+
+    def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):
-            if not self.lease.fresh:
+            if not self.lease.fresh or refused_ago_s(self._bucket.url) < THROTTLED_S:
                 self._excused_at = time.monotonic()
             try:
                 self.lease.check(self._bucket)
@@ -183,7 +194,7 @@ class HeartbeatWriter:
             ended=ended,
             finished=self._finished,
             worker=self.worker(),
-            alarm=self.alarm()[:MAX_ALARM],
+            alarm=(self.alarm() or refusals_of(self._bucket.url))[:MAX_ALARM],
         )
         bucket.put(keys.heartbeat(self._name), encode_json(heartbeat))
         self._number += 1

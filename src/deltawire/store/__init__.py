@@ -7,7 +7,7 @@ from deltawire.store.metered import MeteredBucket
 from deltawire.store.opening import open_bucket
 from deltawire.store.parallel import REQUESTS, in_parallel
 from deltawire.store.probe import check_create_if_absent, overwrites_on_create
-from deltawire.store.retrying import RetryingBucket, RetryPolicy
+from deltawire.store.retrying import RetryingBucket, RetryPolicy, WriterBucket
 
 __all__ = [
     "REQUESTS",
@@ -18,6 +18,7 @@ __all__ = [
     "ObjectMeta",
     "RetryPolicy",
     "RetryingBucket",
+    "WriterBucket",
     "check_create_if_absent",
     "in_parallel",
     "open_bucket",

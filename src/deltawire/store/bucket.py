@@ -6,7 +6,6 @@ folder, memory, S3, GCS and Azure provide these; nothing else is assumed.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,14 +18,16 @@ import obstore
 from obstore import exceptions
 from obstore.store import ObjectStore
 
-from deltawire.errors import BugError, CorruptError, InputError, RetryError
+from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.store.lanes import current_lane, in_lane
 from deltawire.store.ranges import AT_ONCE, RangeRequest, range_requests
+from deltawire.store.repeats import Repeats, opened_again, repeat
 from deltawire.store.request_limit import limit_of
 from deltawire.store.translation import (
     is_panic,
     means_conflict,
     means_no_bucket,
-    means_throttled,
+    outcome_of,
     translate,
 )
 from deltawire.store.worker_threads import WorkerThreads
@@ -39,10 +40,8 @@ MULTIPART_BYTES = 64 << 20
 PART_BYTES = 16 << 20
 MAX_PARTS = 9000
 
-READ_PAUSE_S = 0.05
-READ_RETRIES = 4
-"""How often a read that got no answer is repeated, unless the store was opened with another
-number."""
+PAGE = 1000
+"""The keys of one page of a listing: stores return at most so many."""
 CONFLICTS = 8
 """How many times a create is repeated while another conditional write to the key is in progress."""
 
@@ -86,8 +85,7 @@ class Bucket:
         self.store = store
         self.url = url
         self.local = local
-        self._deleting: ObjectStore | None = None
-        self._reading: tuple[ObjectStore, ObjectStore, int] | None = None
+        self._plain: tuple[ObjectStore, ObjectStore, Repeats] | None = None
 
     @property
     def poll_s(self) -> float:
@@ -147,13 +145,15 @@ class Bucket:
         """Returns the bytes of each request. obstore's own ``get_ranges`` would join ranges that
         touch, and read a large blob over one connection."""
 
+        lane = current_lane()
+
         def read(one: RangeRequest) -> memoryview:
-            return memoryview(
-                self._read(
+            with in_lane(lane):
+                data = self._read(
                     key,
                     lambda store: obstore.get_range(store, key, start=one.start, length=one.length),
                 )
-            )
+            return memoryview(data)
 
         if self.local or len(requests) < 2:
             return [read(one) for one in requests]
@@ -163,25 +163,30 @@ class Bucket:
     def put(self, key: str, data: bytes) -> None:
         """Stores or replaces an object, all of it or nothing."""
         with self._errors("write", key):
-            obstore.put(
-                self.store,
-                key,
-                data,
-                use_multipart=len(data) > MULTIPART_BYTES,
-                chunk_size=max(PART_BYTES, len(data) // MAX_PARTS),
-            )
+            if len(data) <= MULTIPART_BYTES:
+                self._write(key, lambda store: obstore.put(store, key, data, use_multipart=False))
+                return
+            # Of an upload in parts, the store's library repeats the part that failed.
+            part = max(PART_BYTES, len(data) // MAX_PARTS)
+            obstore.put(self.store, key, data, use_multipart=True, chunk_size=part)
 
     def create(self, key: str, data: bytes) -> bool:
         """Stores an object unless its key exists; returns whether it was stored.
 
         S3 answers 409 while another conditional write to the key is in progress; that decides
-        nothing, so the write is tried again.
+        nothing, so the write is tried again. So is one that got no answer, which may find the
+        object that it stored itself: a caller that must know reads it back.
         """
         pause_s = 0.02
         with self._errors("write", key):
             for attempt in range(CONFLICTS + 1):
                 try:
-                    obstore.put(self.store, key, data, mode="create", use_multipart=False)
+                    self._write(
+                        key,
+                        lambda store: obstore.put(
+                            store, key, data, mode="create", use_multipart=False
+                        ),
+                    )
                 except (exceptions.AlreadyExistsError, FileExistsError) as error:
                     if not means_conflict(error):
                         return False
@@ -205,7 +210,7 @@ class Bucket:
         """Returns size and age of an object, or None if there is no such object."""
         with self._errors("read", key):
             try:
-                return _meta(obstore.head(self.store, key))
+                return _meta(self._read(key, lambda store: obstore.head(store, key)))
             except (exceptions.NotFoundError, FileNotFoundError):
                 return None
 
@@ -230,9 +235,31 @@ class Bucket:
                 ]
         return sorted(found, key=lambda meta: meta.key)
 
-    def _page_through(self, prefix: str, after: str | None) -> Iterator[ObjectMeta]:
-        for batch in obstore.list(self.store, prefix, offset=after):
-            yield from map(_meta, batch)
+    def _page_through(self, prefix: str | None, after: str | None) -> Iterator[ObjectMeta]:
+        for page in self._pages(prefix, after):
+            yield from page
+
+    def _pages(self, prefix: str | None, after: str | None) -> Iterator[Sequence[ObjectMeta]]:
+        """Yields the pages of a listing, each one request. After one that failed, a remote listing
+        goes on where it was: its keys are in order."""
+        pages: Iterator[Any] | None = None
+
+        def page(store: ObjectStore) -> Sequence[ObjectMeta] | None:
+            nonlocal pages
+            try:
+                if pages is None:
+                    pages = iter(obstore.list(store, prefix, offset=after, chunk_size=PAGE))
+                found = next(pages, None)
+            except BaseException:
+                pages = None
+                raise
+            return None if found is None else [_meta(one) for one in found]
+
+        while (found := self._read(prefix or "", page)) is not None:
+            yield found
+            if not self.local and len(found) < PAGE:
+                return  # Only the last one is shorter.
+            after = after if self.local else max(one.key for one in found)
 
     def _list_around(self, prefix: str) -> Iterator[ObjectMeta]:
         """Lists folder by folder. An empty segment deeper down then belongs to one folder only.
@@ -241,7 +268,7 @@ class Bucket:
         which begin with a letter or a digit, so the listing starts after it.
         """
         try:
-            level = obstore.list_with_delimiter(self.store, prefix)
+            level = self._level(prefix)
         except exceptions.InvalidPathError:
             folder = prefix.rstrip("/")
             yield from self._page_through(prefix, f"{folder}/0" if folder else "0")
@@ -258,8 +285,8 @@ class Bucket:
         """Returns whether a listing shows an object; one page of the listing is read."""
         folder = f"{key.rpartition('/')[0]}/" if "/" in key else None
         with self._errors("list", key):
-            for batch in obstore.list(self.store, folder, offset=key[:-1]):
-                names = [str(meta["path"]) for meta in batch]
+            for page in self._pages(folder, key[:-1]):
+                names = [one.key for one in page]
                 if key in names:
                     return True
                 if not self.local and names and max(names) > key:
@@ -274,23 +301,24 @@ class Bucket:
         """
         with self._errors("list", prefix):
             try:
-                found = obstore.list_with_delimiter(self.store, prefix)["common_prefixes"]
+                found = self._level(prefix)["common_prefixes"]
             except exceptions.InvalidPathError:
                 below = [one.key.removeprefix(prefix) for one in self._list_around(prefix)]
                 return sorted({key.partition("/")[0] for key in below if "/" in key})
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
 
+    def _level(self, prefix: str) -> Any:
+        return self._read(prefix, lambda store: obstore.list_with_delimiter(store, prefix))
+
     def delete(self, key: str) -> None:
         """Removes an object by one request; it is no error if there is none.
 
-        The store's library does not repeat the request: a repeated one may be answered while the
+        The request is not repeated here after no answer: a repeated one may be answered while the
         first is still under way, and the caller, who could not know, would take it for settled.
         """
         with self._errors("delete", key):
-            if self._deleting is None:
-                self._deleting = self.store if self.local else opened_again(self.store, retries=0)
             try:
-                obstore.delete(self._deleting, key)
+                self._write(key, lambda store: obstore.delete(store, key), once=True)
             except (exceptions.NotFoundError, FileNotFoundError) as error:
                 self._check_bucket_exists(error, key)
             except TypeError as error:  # The other operations raise ValueError for such a key.
@@ -322,34 +350,33 @@ class Bucket:
             raise translate(error, "read", self.url, key) from error
 
     def _read(self, key: str, request: Callable[[ObjectStore], T]) -> T:
-        """Makes a read, as often as the store's library was told to repeat it after no answer. Each
-        attempt waits until this process may send one more read. Writes do not wait: they are few,
-        and readers wait for them.
-
-        The library itself repeats no read, so that the window sees each refusal.
-        """
+        """Makes a read. Each attempt waits until this process may send one more (see
+        `deltawire.store.request_limit`)."""
         if self.local:
             return request(self.store)
-        store, retries = self._store_of_reads()
-        for attempt in range(retries + 1):
-            try:
-                with limit_of(self.url).request(means_throttled):
-                    return request(store)
-            except exceptions.NotFoundError:
-                raise
-            except exceptions.BaseError as error:
-                transient = isinstance(translate(error, "read", self.url, key), RetryError)
-                if attempt == retries or not transient:
-                    raise
-            time.sleep(READ_PAUSE_S * 2**attempt * (0.5 + random.random()))
-        raise BugError("the retry loop ended without a result")
+        store, repeats = self._repeated()
+        lane = current_lane()
+        limit = limit_of(self.url, first=lane == "first")
 
-    def _store_of_reads(self) -> tuple[ObjectStore, int]:
-        """Returns a store that repeats nothing, and how often its reads are to be repeated."""
-        if self._reading is None or self._reading[0] is not self.store:
-            opened = opened_again(self.store, retries=0)
-            self._reading = self.store, opened, retries_of(self.store)
-        return self._reading[1:]
+        def attempt() -> T:
+            with limit.request(outcome_of, bulk=lane == "bulk"):
+                return request(store)
+
+        return repeat(attempt, repeats, url=self.url, key=key)
+
+    def _write(self, key: str, request: Callable[[ObjectStore], T], *, once: bool = False) -> T:
+        """Makes a write, which waits for no window: writes are few, and readers wait for them."""
+        if self.local:
+            return request(self.store)
+        store, repeats = self._repeated()
+        return repeat(lambda: request(store), repeats, url=self.url, key=key, once=once)
+
+    def _repeated(self) -> tuple[ObjectStore, Repeats]:
+        """Returns a store whose library repeats nothing, and how its requests are repeated here, as
+        the library was told to: only so does the window see each refusal."""
+        if self._plain is None or self._plain[0] is not self.store:
+            self._plain = self.store, opened_again(self.store, retries=0), Repeats.of(self.store)
+        return self._plain[1:]
 
     @contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[None]:
@@ -363,31 +390,6 @@ class Bucket:
             if not is_panic(error):
                 raise
             raise translate(error, verb, self.url, key) from error
-
-
-def opened_again(store: ObjectStore, *, retries: int | None = None) -> ObjectStore:
-    """Opens the same store a second time, with connections of its own; ``retries`` replaces the
-    number of times that the store's library repeats a request that got no answer.
-
-    A store of another library's kind, which cannot say how it was opened, is returned as it is.
-    """
-    try:
-        arguments, options = store.__getnewargs_ex__()  # type: ignore[union-attr]
-    except (AttributeError, TypeError, ValueError):
-        return store
-    if retries is not None:
-        options["retry_config"] = {**(options.get("retry_config") or {}), "max_retries": retries}
-    opened: ObjectStore = type(store)(*arguments, **options)
-    return opened
-
-
-def retries_of(store: ObjectStore) -> int:
-    """Returns how often a store was told to repeat a request that got no answer."""
-    try:
-        _, options = store.__getnewargs_ex__()  # type: ignore[union-attr]
-    except (AttributeError, TypeError, ValueError):
-        return READ_RETRIES
-    return int((options.get("retry_config") or {}).get("max_retries", READ_RETRIES))
 
 
 def _meta(meta: Any) -> ObjectMeta:

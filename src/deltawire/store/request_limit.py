@@ -4,16 +4,21 @@ A store answers *too many requests* (S3: 503, GCS: 429) above some rate for a pr
 go on with as many requests as before, and repeat the refused ones, keep the store above its rate
 and get nothing done. So a process has a window: the number of requests that it has under way. It
 grows while the store keeps up, by at most one in the time of one answer, and is halved when the
-store refuses, once for all requests that were under way then (additive increase, multiplicative
-decrease, under which the windows of all readers become alike: Chiu and Jain 1989). Small windows
-grow more slowly: by one, they would be refused every other time. Below one request, a window is a
-share of the time::
+store refuses, once for all requests that were under way then. Requests of a window below `PACED`
+begin at equal intervals, so that it may be less than one::
 
     window 8      eight requests at once
-    window 0.25   one request, then a pause of three times its duration
+    window 0.25   one request in the time of four answers
 
 A window below one is needed: sixteen hosts that share a store of ten requests a second have less
-than one request each under way.
+than one request each under way. A store that refuses everything gets one request in `LEAST` of the
+time: at 100 ms an answer, one in 102 s.
+
+The growth decides how many requests are refused and how unequal the windows of many readers are.
+With an answer, a window of w grows by `GROWTH` times w to the `POWER`. Growth in proportion to w
+would cost the same share of refusals at any w, but windows would never become alike; the same
+growth at any w (Chiu and Jain 1989) makes them alike soonest, and is refused every other time where
+w is small. Tried by `benchmarks.scale.storm`; docs/LOG.md has the figures.
 """
 
 from __future__ import annotations
@@ -22,19 +27,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 from urllib.parse import urlsplit
+
+Outcome = Literal["answered", "refused", "lost"]
+"""How a request ended: ``lost`` ones got no answer, which says nothing about the store's rate."""
 
 MOST = 64.0
 """Requests under way at most: at 20 ms an answer 3,200 a second, below S3's 5,500 for a prefix."""
-FIRST = 8.0
-"""The window at first. It doubles in the time of an answer until the store refuses a request."""
-LEAST = 1 / 64
-"""At 100 ms an answer, one request in 6.4 s."""
-GROWTH, EQUAL = 0.05, 0.02
-"""A window of w grows by GROWTH + EQUAL / w with an answer, and by at most 1 / w. Tried by
-`benchmarks.scale.storm`: growth in proportion to w (0.05 w or 0.1 w) left the windows of some
-readers far below the others', so that the last one came 1.2 to 2.3 times too late; more EQUAL costs
-refusals."""
+FIRST = 2.0
+"""The window at first. It doubles in the time of an answer until the store refuses a request. A
+larger one costs refusals where many readers start at once."""
+LEAST = 1 / 1024
+GROWTH, POWER = 0.1, 0.4
+ALSO_REFUSED = 0.65
+"""The window loses so much for each further refusal of the same requests, down to one."""
+PACED = 4.0
+"""Requests of a smaller window begin at equal intervals; one of 1.1 would else act as two."""
+PAUSE_SHARE = 0.5
+"""A pause after a refusal lasts at most this share of the time since the last answer: a few
+refusals by chance would otherwise cost a reader half a minute."""
+IDLE_S = 5.0
+WRITERS_LEAST = 8.0
+"""The smallest window of a commit's reads: readers yield, so a commit keeps its requests."""
+LEAST_ANSWER_S = 0.02
 SMOOTHING = 0.2
 """The weight of one answer in the mean duration."""
 
@@ -47,40 +63,70 @@ class RequestWindow:
 
         window = RequestWindow()
         if window.opens_at(under_way=3) <= now:
+            window.sent(under_way=3, now=now)
             ...  # send a request
-        window.answered(began, now)
+            window.answered(began, now)
     """
 
-    def __init__(self, most: float = MOST) -> None:
-        self.size, self.most = min(FIRST, most), most
+    def __init__(self, most: float = MOST, least: float = LEAST) -> None:
+        self.size, self.most, self.least = max(min(FIRST, most), least), most, least
         self.refusals = 0
-        self._answer_s = 0.0
-        self._halved_at = float("-inf")
-        self._open_at = float("-inf")
+        self._answer_s, self._answered = 0.0, False
+        self._doubles_to = most
+        """The size up to which the window doubles in the time of an answer."""
+        self._used_at = -1.0
+        self._answered_at = self._paused_s = 0.0
+        """When the last answer came, and the seconds between two requests then."""
+        self._shrunk_at = float("-inf")
+        self._sent_at = float("-inf")
+
+    @property
+    def request_s(self) -> float:
+        """The seconds from one request to the next that this window allows."""
+        return max(self._answer_s, LEAST_ANSWER_S) / self.size
 
     def opens_at(self, under_way: int) -> float:
         """Returns the time from which on one more request may begin; infinity while too many are
         under way."""
-        return self._open_at if under_way < max(self.size, 1.0) else float("inf")
+        if under_way >= max(self.size, 1.0):
+            return float("inf")
+        return self._sent_at + (self.request_s if self.size < PACED else 0.0)
+
+    def sent(self, under_way: int, now: float) -> None:
+        """Notes that a request begins, with ``under_way`` others. A window that was not half used
+        for `IDLE_S` says nothing about the store now, so it begins again."""
+        self._sent_at = now
+        if under_way + 1 >= self.size / 2 or self._used_at < 0:
+            self._used_at = now
+        elif now - self._used_at > IDLE_S and self.size > FIRST:
+            self._doubles_to, self.size = self.size / 2, max(FIRST, self.least)
+            self._used_at = now
 
     def answered(self, began: float, now: float) -> None:
         """Notes an answer to a request of ``began``."""
         taken = max(now - began, 0.0)
-        self._answer_s += (taken - self._answer_s) * (SMOOTHING if self._answer_s else 1.0)
-        growth = min(1 / self.size, GROWTH + EQUAL / self.size) if self.refusals else 1.0
-        self.size = min(self.size + growth, self.most)
-        self._pause(now)
+        self._answer_s += (taken - self._answer_s) * (SMOOTHING if self._answered else 1.0)
+        self._answered = True
+        if began <= self._used_at:
+            slow = GROWTH * self.size**POWER
+            growth = 1.0 if self.size < self._doubles_to else min(1 / self.size, slow)
+            self.size = min(self.size + growth, self.most)
+        self._answered_at, self._paused_s = now, self.request_s
 
     def refused(self, began: float, now: float) -> None:
         """Notes that the store refused a request of ``began`` because there are too many."""
         self.refusals += 1
-        if began > self._halved_at:  # The others were sent before this was known.
-            self.size, self._halved_at = max(self.size / 2, LEAST), now
-        self._pause(now)
-
-    def _pause(self, now: float) -> None:
-        if self.size < 1:
-            self._open_at = max(self._open_at, now + self._answer_s * (1 / self.size - 1))
+        self._doubles_to = 0.0
+        if not self._answered:
+            self._answer_s = max(self._answer_s, now - began)
+            self._answered_at = self._answered_at or began
+        if began > self._shrunk_at:  # The others were sent before this was known.
+            self.size, self._shrunk_at = max(self.size / 2, self.least), now
+        elif self.size > 1:
+            # Of a large window that was refused as a whole, little is left at once.
+            self.size = max(self.size - ALSO_REFUSED, 1.0, self.least)
+        longest_s = max(4 * self._paused_s, 1.0, PAUSE_SHARE * (now - self._answered_at))
+        self.size = max(self.size, min(1.0, max(self._answer_s, LEAST_ANSWER_S) / longest_s))
 
 
 class RequestLimit:
@@ -88,7 +134,7 @@ class RequestLimit:
 
     Example::
 
-        with limit.request(means_throttled):
+        with limit.request(outcome_of):
             ...  # send one request; its error may make the window smaller
     """
 
@@ -101,37 +147,97 @@ class RequestLimit:
         self.window = window or RequestWindow()
         self._clock = clock
         self._under_way = 0
+        self._preferred = 0
+        """The requests other than bulk ones that wait for room."""
         self._changed = threading.Condition()
 
     @contextmanager
-    def request(self, means_throttled: Callable[[BaseException], bool]) -> Iterator[None]:
-        """Waits for room, and notes how the request ends: refused, if ``means_throttled`` says so
-        of its error."""
+    def request(
+        self, outcome_of: Callable[[BaseException], Outcome], *, bulk: bool = False
+    ) -> Iterator[None]:
+        """Waits for room, and notes how the request ends; ``outcome_of`` says what its error means.
+        A ``bulk`` request waits while another one does."""
         with self._changed:
-            while (wait_s := self.window.opens_at(self._under_way) - self._clock()) > 0:
-                self._changed.wait(min(wait_s, 1.0))
-            self._under_way += 1
+            self._preferred += not bulk
+            try:
+                while (wait_s := self._wait_s(bulk=bulk)) > 0:
+                    self._changed.wait(min(wait_s, 1.0))
+            finally:
+                if not bulk:
+                    self._preferred -= 1
+                    self._changed.notify_all()
             began = self._clock()
-        refused = False
+            self.window.sent(self._under_way, began)
+            self._under_way += 1
+        outcome: Outcome = "answered"
         try:
             yield
         except BaseException as error:
-            refused = means_throttled(error)
+            outcome = outcome_of(error)
             raise
         finally:
             with self._changed:
                 self._under_way -= 1
                 now = self._clock()
-                (self.window.refused if refused else self.window.answered)(began, now)
+                if outcome == "answered":
+                    self.window.answered(began, now)
+                elif outcome == "refused":
+                    self.window.refused(began, now)
                 self._changed.notify_all()
 
+    def _wait_s(self, *, bulk: bool) -> float:
+        if bulk and self._preferred:
+            return float("inf")
+        return self.window.opens_at(self._under_way) - self._clock()
 
-_LIMITS: dict[str, RequestLimit] = {}
+
+_LIMITS: dict[tuple[str, bool], RequestLimit] = {}
+_REFUSED: dict[str, tuple[float, float]] = {}
+"""When each store began to refuse requests, and when it refused the last one."""
+REFUSING_S = 60.0
+"""For so long after a refusal a store counts as one that refuses."""
 _LOCK = threading.Lock()
 
 
-def limit_of(url: str) -> RequestLimit:
-    """Returns this process's limit for the store and bucket of a URL."""
-    parts = urlsplit(url)
+def limit_of(url: str, *, first: bool = False) -> RequestLimit:
+    """Returns this process's limit for the store and bucket of a URL: that of commits if ``first``,
+    else that of all other reads."""
+    place = _place(url), first
     with _LOCK:
-        return _LIMITS.setdefault(f"{parts.scheme}://{parts.netloc}", RequestLimit())
+        if place not in _LIMITS:
+            window = RequestWindow(least=WRITERS_LEAST) if first else RequestWindow()
+            _LIMITS[place] = RequestLimit(window)
+        return _LIMITS[place]
+
+
+def note_refusal(url: str) -> None:
+    """Remembers that the store of a URL refused a request of this process just now."""
+    now = time.monotonic()
+    with _LOCK:
+        since, last = _REFUSED.get(_place(url), (now, now))
+        _REFUSED[_place(url)] = (since if now - last < REFUSING_S else now), now
+
+
+def refused_ago_s(url: str) -> float:
+    """Returns how long ago the store of a URL refused a request of this process because there were
+    too many; infinity if it never did."""
+    found = _REFUSED.get(_place(url))
+    return float("inf") if found is None else time.monotonic() - found[1]
+
+
+def refusals_of(url: str) -> str:
+    """Describes why this process is late: for how long the store of a URL has refused some of its
+    requests, and how many it may make; empty if it does not refuse any."""
+    found = _REFUSED.get(_place(url))
+    if found is None or time.monotonic() - found[1] > REFUSING_S:
+        return ""
+    rate = 1 / limit_of(url).window.request_s
+    return (
+        f"late: the store has refused requests for {time.monotonic() - found[0]:.0f} s because "
+        f"there are too many; this process may make {rate:.3g} reads a second"
+    )
+
+
+def _place(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"

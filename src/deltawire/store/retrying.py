@@ -14,6 +14,7 @@ from typing import TypeVar
 from deltawire.errors import RetryError, ThrottledError
 from deltawire.store.bucket import Bucket
 from deltawire.store.delegating import DelegatingBucket, Verb
+from deltawire.store.lanes import current_lane, in_lane, repeated
 
 T = TypeVar("T")
 
@@ -21,8 +22,13 @@ RETRIES = 5
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 60.0
 THROTTLED_PAUSE_S = 2.0
-"""The longest pause before a refused request is sent again. The process's window
+"""The longest pause before a refused read is sent again. The process's window
 (`deltawire.store.request_limit`) sets the pace of all of them."""
+WRITER_PAUSE_S = 0.1
+WRITER_SHARE = 0.1
+LONGEST_WRITER_PAUSE_S = 120.0
+"""Writes, and reads of a commit, have no such pace. One that has been refused for T seconds waits
+at most T times the share, between these two pauses: a commit is late by that share at most."""
 THROTTLED_S = 3600.0
 """How long refusals for too many requests are waited out. A version that takes longer to arrive is
 superseded."""
@@ -52,19 +58,22 @@ class RetryPolicy:
     throttled_s: float = THROTTLED_S
     clock: Callable[[], float] = time.monotonic
 
-    def run(self, operation: Callable[[], T]) -> T:
+    def run(self, operation: Callable[[], T], *, paced: bool = False) -> T:
         """Calls ``operation``, and after a `RetryError` calls it again, at most ``retries``
-        times.
+        times. A ``paced`` one waits for the process's window too.
         """
         attempt = refusals = 0
         began = self.clock()
         while True:
             try:
-                return operation()
+                with repeated():
+                    return operation()
             except ThrottledError:
-                if self.clock() - began > self.throttled_s:
+                refused_s = self.clock() - began
+                if refused_s > self.throttled_s:
                     raise
-                self.sleep(self.pause_s(refusals, THROTTLED_PAUSE_S))
+                longest_s = THROTTLED_PAUSE_S if paced else writer_pause_s(refused_s)
+                self.sleep(self.pause_s(refusals, longest_s))
                 refusals += 1
             except RetryError:
                 if attempt == self.retries:
@@ -77,6 +86,11 @@ class RetryPolicy:
         first_s = FIRST_PAUSE_S if self.first_pause_s is None else self.first_pause_s
         doubled_s = first_s * 2.0 ** min(attempt, 32)
         return min(doubled_s, max(longest_s, first_s)) * (0.5 + self.rng())
+
+
+def writer_pause_s(refused_s: float) -> float:
+    """Returns the longest pause of a write that has been refused for ``refused_s``."""
+    return min(max(WRITER_PAUSE_S, WRITER_SHARE * refused_s), LONGEST_WRITER_PAUSE_S)
 
 
 PATIENT = RetryPolicy()
@@ -124,4 +138,25 @@ class RetryingBucket(DelegatingBucket):
         return found
 
     def _call(self, verb: Verb, key: str, operation: Callable[[], T]) -> T:  # noqa: ARG002
-        return self.policy.run(operation)
+        writes = verb in ("put", "create", "delete")
+        return self.policy.run(operation, paced=not writes and current_lane() != "first")
+
+
+class WriterBucket(DelegatingBucket):
+    """Passes operations on to ``inner`` so that its reads go before all others of this process
+    (see `deltawire.store.lanes`): for commits, which readers wait for.
+
+    Example::
+
+        bucket = WriterBucket(RetryingBucket.over(bucket))
+    """
+
+    @classmethod
+    def over(cls, bucket: Bucket) -> Bucket:
+        """Returns ``bucket`` in the writers' lane, with retries."""
+        retrying = RetryingBucket.over(bucket)
+        return retrying if retrying.local or isinstance(retrying, cls) else cls(retrying)
+
+    def _call(self, verb: Verb, key: str, operation: Callable[[], T]) -> T:  # noqa: ARG002
+        with in_lane("first"):
+            return operation()

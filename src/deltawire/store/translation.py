@@ -12,6 +12,7 @@ import re
 from obstore import exceptions
 
 from deltawire.errors import DeltawireError, InputError, RetryError, ThrottledError
+from deltawire.store.request_limit import Outcome
 
 # Matches responses of S3 and compatible stores, GCS and Azure. No key of deltawire contains a "<".
 _NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
@@ -72,6 +73,14 @@ def means_throttled(error: BaseException) -> bool:
     """Returns whether an error says that the store gets too many requests."""
     status = _STATUS.search(str(error))
     return status is not None and int(status[1]) in _THROTTLED_STATUSES
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """Returns what an error says about the store: that it answered, refused, or neither."""
+    if means_throttled(error):
+        return "refused"
+    answered = isinstance(error, exceptions.NotFoundError | FileNotFoundError)
+    return "answered" if answered or _STATUS.search(str(error)) else "lost"
 
 
 def is_panic(error: BaseException) -> bool:

@@ -7,7 +7,14 @@
 There are two implementations of the protocol, both from PyPI: MiniStack, whose requests run one at
 a time on an event loop, and moto. moto looks for the object of an ``If-None-Match: *`` put and
 writes it later without a lock, so that two creates at once may both win; with one lock around it,
-as here, it keeps what S3 promises. Neither checks signatures or keeps anything on disk.
+as here, it keeps what S3 promises. Neither checks signatures or keeps anything on disk. Both can
+refuse requests above a rate (`S3Server.throttle`).
+
+Concurrency::
+
+    owner                                child process
+      throttle, attempts ── a line ─────▶  one thread reads lines, sets or reads the throttle
+                         ◀── a line ────   the server's threads ask the throttle for each request
 """
 
 from __future__ import annotations
@@ -16,19 +23,24 @@ import argparse
 import asyncio
 import io
 import os
+import random
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from http.client import HTTPConnection
 from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import msgspec
+
 from deltawire.errors import InputError, RetryError
 from deltawire.store import Bucket, open_bucket
+from deltawire.testing.throttle import SLOW_DOWN, Attempts, Limits, Throttle
 
 Implementation = Literal["ministack", "moto"]
 
@@ -49,6 +61,7 @@ class S3Server:
 
     def __init__(self, implementation: Implementation = "ministack") -> None:
         self.implementation = implementation
+        self._asking = threading.Lock()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(  # noqa: S603 - our own module, by its name
             [sys.executable, "-P", "-m", "deltawire.testing.s3_server", implementation],
@@ -118,6 +131,43 @@ class S3Server:
             **options,
         )
 
+    def throttle(
+        self,
+        *,
+        reads_per_s: float | None = None,
+        writes_per_s: float | None = None,
+        retry_after_s: int | None = None,
+        latency_s: float = 0.0,
+    ) -> None:
+        """Refuses requests above these rates from now on, all without arguments none; see `Limits`.
+        `attempts` then counts from 0."""
+        self._ask(
+            Limits(
+                reads_per_s=reads_per_s,
+                writes_per_s=writes_per_s,
+                retry_after_s=retry_after_s,
+                latency_s=latency_s,
+            )
+        )
+
+    def attempts(self) -> list[Attempts]:
+        """Returns the requests since `throttle`, by verb, run and kind of key."""
+        return msgspec.json.decode(self._ask(None), type=list[Attempts])
+
+    def _ask(self, limits: Limits | None) -> bytes:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._asking:
+            try:
+                self._process.stdin.write(msgspec.json.encode(limits) + b"\n")
+                self._process.stdin.flush()
+            except OSError as error:
+                raise RetryError(f"the S3 server has ended: {error}") from error
+            answer = self._process.stdout.readline()
+        if not answer:
+            raise RetryError("the S3 server has ended")
+        return answer
+
     def close(self) -> None:
         """Ends the server; its objects are gone."""
         for pipe in (self._process.stdin, self._process.stdout):
@@ -142,7 +192,17 @@ class S3Server:
         self.close()
 
 
-def _serve_moto(listening: socket.socket) -> None:
+def _refusal_headers(throttle: Throttle) -> list[tuple[str, str]]:
+    after_s = throttle.limits.retry_after_s
+    found = [("Content-Type", "application/xml"), ("Content-Length", str(len(SLOW_DOWN)))]
+    return found if after_s is None else [*found, ("Retry-After", str(after_s))]
+
+
+def _latency_s(throttle: Throttle) -> float:
+    return throttle.limits.latency_s * (0.75 + 0.5 * random.random())
+
+
+def _serve_moto(listening: socket.socket, throttle: Throttle) -> None:
     from moto.moto_server.werkzeug_app import (
         DomainDispatcherApplication,
         MotoRequestHandler,
@@ -161,6 +221,12 @@ def _serve_moto(listening: socket.socket) -> None:
             start_response("400 Bad Request", [("Content-Length", "0")])
             return []
         environ["wsgi.input"] = io.BytesIO(body)
+        method = environ["REQUEST_METHOD"]
+        refused = throttle.refuses(method, environ["PATH_INFO"], environ.get("QUERY_STRING", ""))
+        time.sleep(_latency_s(throttle))
+        if refused:
+            start_response("503 Slow Down", _refusal_headers(throttle))
+            return [] if method == "HEAD" else [SLOW_DOWN]
         with one_at_a_time:
             return list(inner(environ, start_response))
 
@@ -174,7 +240,7 @@ def _serve_moto(listening: socket.socket) -> None:
     ).serve_forever()
 
 
-def _serve_ministack(listening: socket.socket) -> None:
+def _serve_ministack(listening: socket.socket, throttle: Throttle) -> None:
     # Start only what requests need: the emulator's other services, its timers and its search for
     # containers start with the lifespan, which is answered here instead.
     os.environ.update(SERVICES="s3", LOG_LEVEL="WARNING")
@@ -184,6 +250,13 @@ def _serve_ministack(listening: socket.socket) -> None:
     from ministack.app import app
 
     async def requests_only(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            query = scope["query_string"].decode("latin-1")
+            refused = throttle.refuses(scope["method"], scope["path"], query)
+            await asyncio.sleep(_latency_s(throttle))
+            if refused:
+                await _refuse(throttle, scope["method"], receive, send)
+                return
         if scope["type"] != "lifespan":
             await app(scope, receive, send)
             return
@@ -201,9 +274,24 @@ def _serve_ministack(listening: socket.socket) -> None:
     asyncio.run(serve(served, config))
 
 
-def _end_with_owner() -> None:
-    """Exit when the owner, which never writes, closes the other end of the standard input."""
-    os.read(sys.stdin.fileno(), 1)
+async def _refuse(throttle: Throttle, method: str, receive: Receive, send: Send) -> None:
+    while (await receive()).get("more_body"):
+        pass  # The client sends all of its body before it reads the answer.
+    headers = [(name.encode(), value.encode()) for name, value in _refusal_headers(throttle)]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    body = b"" if method == "HEAD" else SLOW_DOWN
+    await send({"type": "http.response.body", "body": body})
+
+
+def _obey_owner(throttle: Throttle) -> None:
+    """Answers each line of the standard input, and exits when the owner closes it."""
+    for line in sys.stdin.buffer:
+        limits = msgspec.json.decode(line, type=Limits | None)
+        if limits is not None:
+            throttle.limit(limits)
+        answer = throttle.attempts()
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.flush()
     os._exit(0)
 
 
@@ -213,12 +301,13 @@ def main() -> None:
     parser.add_argument("implementation", choices=("ministack", "moto"))
     implementation = parser.parse_args().implementation
     serve = {"ministack": _serve_ministack, "moto": _serve_moto}[implementation]
-    threading.Thread(target=_end_with_owner, daemon=True).start()
+    throttle = Throttle()
     # Connections queue in the listening socket from here on, so clients need not poll.
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
         sys.stdout.write(f"{listening.getsockname()[1]}\n")
         sys.stdout.flush()
-        serve(listening)
+        threading.Thread(target=_obey_owner, args=(throttle,), daemon=True).start()
+        serve(listening, throttle)
 
 
 if __name__ == "__main__":

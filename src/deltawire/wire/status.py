@@ -129,7 +129,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     same name one after another, and ``lease`` counts those processes. ``ended`` marks the last
     heartbeat of a process that ended normally. ``finished`` counts the pieces of work that it
     completed: versions, groups or evaluations. ``alarm`` says what the process could not read and
-    therefore does not do; empty if all could be read.
+    therefore does not do, or that its store refuses requests; empty if all could be read.
     """
 
     format: int = FORMAT

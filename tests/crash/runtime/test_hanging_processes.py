@@ -150,6 +150,25 @@ def writer_of(bucket: Bucket, nonce: str) -> HeartbeatWriter:
     return HeartbeatWriter(bucket, "w0", "worker", nonce=nonce, host="h", supervised=True)
 
 
+@pytest.mark.parametrize("refused_s", [1.0, float("inf")])
+def test_time_in_which_the_store_refuses_does_not_count(bucket, monkeypatch, refused_s) -> None:
+    """A rank that waits for a commit on a store that throttles is late and does not hang."""
+    monkeypatch.setattr("deltawire.runtime.heartbeat.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("deltawire.runtime.heartbeat.refused_ago_s", lambda _: refused_s)
+    writer = writer_of(bucket, "a")
+    writer.start()
+    writer._excused_at = 0.0
+    object.__setattr__(writer._progress, "at", 0.0)
+    deadline = time.monotonic() + PATIENCE_S
+    number = 0
+    while number < 3:
+        assert time.monotonic() < deadline
+        found = read_heartbeat(bucket, "w0")
+        number = found.number if found is not None else 0
+    assert (found.quiet_s < 5.0) is (refused_s < 5.0)
+    writer.close()
+
+
 def test_the_later_of_two_processes_with_one_name_stays(bucket) -> None:
     first, second = writer_of(bucket, "a"), writer_of(bucket, "b")
     first.start()

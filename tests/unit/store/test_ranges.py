@@ -11,6 +11,7 @@ from obstore.store import HTTPStore
 from deltawire.errors import RetryError
 from deltawire.store import Bucket
 from deltawire.store.ranges import NEAR_BYTES, REQUEST_BYTES, range_requests
+from deltawire.store.request_limit import limit_of
 
 MIB = 1 << 20
 
@@ -90,6 +91,7 @@ def served():
         opened.append((server, thread))
         url = f"http://127.0.0.1:{server.server_port}/"
         store = HTTPStore.from_url(url, client_options={"allow_http": True})
+        limit_of(url).window.size = together  # As after some answers.
         return server, Bucket(store, url, local=False)
 
     yield serve

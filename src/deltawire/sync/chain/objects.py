@@ -36,6 +36,7 @@ def find_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
     location instead of a bucket.
     """
     require_bucket(bucket)
+    bucket = RetryingBucket.over(bucket)
     pin = Pin.parse(public_key) if public_key else None
     data = bucket.get(keys.RUN, limit=MAX_RUN_BYTES)
     if data is None:

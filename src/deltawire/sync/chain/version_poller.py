@@ -20,6 +20,7 @@ from functools import partial
 
 from deltawire.errors import CorruptError, ResyncError
 from deltawire.store import Bucket, ObjectMeta
+from deltawire.store.request_limit import REFUSING_S, limit_of, refused_ago_s
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.evidence import Absent, Sound, Unknown, evidence_of
 from deltawire.sync.chain.objects import (
@@ -46,6 +47,10 @@ PATIENCE_SHARE = 0.05
 
 LONGEST_PAUSE = 10.0
 """The longest pause, in multiples of the bucket's own polling interval."""
+
+POLLED = 5.0
+"""While the store refuses requests, one of so many that this process may make is a poll."""
+LONGEST_REFUSED_PAUSE_S = 60.0
 
 JITTER = 0.25
 """Pauses vary by up to this share, so that many readers do not poll at the same time."""
@@ -118,11 +123,15 @@ class VersionPoller:
         """Returns how long to sleep before the next poll.
 
         At least the bucket's polling interval, growing to `LONGEST_PAUSE` times as much while no
-        version appears: one that took T seconds to appear is found at most about T/20 later.
+        version appears: one that took T seconds to appear is found at most about T/20 later. While
+        the store refuses requests, a poll is one of `POLLED` that this process may make.
         """
         shortest = self.bucket.poll_s
         idle_s = self._clock() - self._progress_at
         pause_s = min(max(PATIENCE_SHARE * idle_s, shortest), LONGEST_PAUSE * shortest)
+        if not self.bucket.local and refused_ago_s(self.bucket.url) < REFUSING_S:
+            request_s = limit_of(self.bucket.url).window.request_s
+            pause_s = max(pause_s, min(POLLED * request_s, LONGEST_REFUSED_PAUSE_S))
         return pause_s * (1 - JITTER + 2 * JITTER * self._rng())
 
     def newer(self, held: int, *, nearest: bool = False) -> Manifest | None:

@@ -12,11 +12,14 @@ Concurrency::
       fetches, checks it     fetches, checks it
       renames it ─────────────────────────────────────────▶ BLAKE3
       reads pieces of 7 ◀──────────────────────────────── (waits while it is locked)
+      thread: touches the unfinished files every second
 
-A claim is a lock on the unfinished file, which the system releases when its owner dies. Readers
-begin with different blobs, so that together they fetch many at once. Files are named by the BLAKE3
-of their content and every piece is checked against its hash, so a damaged file costs its bytes once
-more and nothing else. Without space in the folder, each reader fetches each blob.
+A claim is a lock on the unfinished file, which the system releases when its owner dies. The files
+of a process that was stopped, or of a fetch that hangs, are not touched any more, and others then
+fetch these blobs. Readers begin with different blobs, so that together they fetch many at once.
+Files are named by the BLAKE3 of their content and every piece is checked against its hash, so a
+damaged file costs its bytes once more and nothing else. Without space in the folder, each reader
+fetches each blob.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from blake3 import blake3
@@ -39,6 +42,7 @@ from blake3 import blake3
 from deltawire.errors import InputError
 from deltawire.private_files import OtherUsersError, open_private, private_folder
 from deltawire.store import Bucket
+from deltawire.store.request_limit import refused_ago_s
 from deltawire.sync.chain.objects import get_blob
 from deltawire.wire.payload import BlobRef
 
@@ -50,9 +54,15 @@ GIGABYTES = "DELTAWIRE_BLOB_CACHE_GB"
 
 LIMIT_BYTES = 8 * 10**9
 
-WAIT_S = 60.0
-"""Seconds from a claim on during which other readers wait for its fetch. A process that was stopped
-holds all its claims from about the same moment on, so it costs each reader this once."""
+WAIT_S = 5.0
+"""Seconds during which other readers wait for a claim whose owner does not touch it. A process that
+was stopped touches none of its claims, so it costs each reader this once."""
+
+TOUCH_S = 1.0
+
+FETCH_S = 60.0
+"""How long a fetch is touched, and longer if the store refuses requests: others would have to wait
+for it as long."""
 
 PAUSE_S = 0.005
 
@@ -110,10 +120,9 @@ class BlobCache:
         """Returns the bytes of each ``(start, length)`` of a blob, from its file or from the
         bucket. Those from a file are not checked: `drop` a blob that turns out to be damaged.
 
-        Returns None if another reader's fetch takes longer than `WAIT_S`, counted from its claim.
+        Returns None if another reader claimed the blob and has not touched its claim for `WAIT_S`.
         Raises as `get_blob`.
         """
-        deadline = time.monotonic() + WAIT_S
         while True:
             parts = self._read_file(ref, ranges)
             if parts is not None:
@@ -124,7 +133,7 @@ class BlobCache:
             if data is not None:
                 whole = memoryview(data)
                 return [whole[start : start + length] for start, length in ranges]
-            if time.monotonic() > deadline or self._claimed_for_s(ref) > WAIT_S:
+            if self._untouched_s(ref) > WAIT_S:
                 return None
             time.sleep(PAUSE_S)
 
@@ -147,8 +156,8 @@ class BlobCache:
     def _path(self, ref: BlobRef) -> Path:
         return self.folder / ref.hash
 
-    def _claimed_for_s(self, ref: BlobRef) -> float:
-        """Returns the age of the claim on a blob, 0 without one."""
+    def _untouched_s(self, ref: BlobRef) -> float:
+        """Returns how long ago the claim on a blob was touched, 0 without one."""
         try:
             return time.time() - self._unfinished(ref).lstat().st_mtime
         except OSError:
@@ -195,7 +204,8 @@ class BlobCache:
             stored = False
             try:
                 os.utime(descriptor)  # The claim begins now, whoever made the file.
-                data = self._fetch(ref)
+                with _CLAIMS.touched(descriptor, self.bucket.url):
+                    data = self._fetch(ref)
                 stored = self._store(descriptor, unfinished, ref, data)
                 return data
             finally:
@@ -249,6 +259,50 @@ class BlobCache:
             with suppress(OSError):
                 Path(path).unlink()
             total -= length
+
+
+class _Claims:
+    """Touches the unfinished files of this process every `TOUCH_S` from a thread, which ends when
+    there are none."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[float, str]] = {}
+        """When each file was claimed, and the URL of its bucket."""
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def touched(self, descriptor: int, url: str) -> Iterator[None]:
+        """Touches a file within the context."""
+        with self._lock:
+            self._held[descriptor] = time.monotonic(), url
+            if self._thread is None or not self._thread.is_alive():  # Also in a forked child.
+                self._thread = threading.Thread(target=self._run, name="claims", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._held[descriptor]
+                if not self._held:
+                    self._changed.set()
+
+    def _run(self) -> None:
+        while True:
+            self._changed.wait(TOUCH_S)
+            with self._lock:
+                self._changed.clear()
+                if not self._held:
+                    self._thread = None
+                    return
+                for descriptor, (began, url) in self._held.items():
+                    if time.monotonic() - began < FETCH_S or refused_ago_s(url) < FETCH_S:
+                        with suppress(OSError):
+                            os.utime(descriptor)
+
+
+_CLAIMS = _Claims()
 
 
 def _read_range(descriptor: int, start: int, length: int) -> memoryview:

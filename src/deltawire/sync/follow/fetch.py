@@ -25,6 +25,7 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError
 from deltawire.store import REQUESTS, Bucket
+from deltawire.store.lanes import in_lane
 from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES, range_requests
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import get_blob
@@ -141,11 +142,12 @@ def fetch_pieces(
         return _cost(ref, by_blob[number]) if cache is None else (ref.bytes, 1)
 
     def fetch(number: int) -> list[tuple[Piece, memoryview]]:
-        if cache is not None:
-            found = _fetch_shared(cache, payload.blobs[number], by_blob[number])
-            if found is not None:
-                return found
-        return _fetch_blob(bucket, payload, number, by_blob[number], version)
+        with in_lane("bulk"):
+            if cache is not None:
+                found = _fetch_shared(cache, payload.blobs[number], by_blob[number])
+                if found is not None:
+                    return found
+            return _fetch_blob(bucket, payload, number, by_blob[number], version)
 
     if len(by_blob) < 2:
         yield from map(fetch, by_blob)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from deltawire.errors import BugError, CorruptError, DeltawireError, RetryError
+from deltawire.errors import BugError, CorruptError, DeltawireError, RetryError, ThrottledError
 from deltawire.store import Bucket
 from deltawire.sync.follow.subscriber import Update
 
@@ -63,8 +63,9 @@ class Follower:
     """A thread that keeps the next update ready.
 
     `poll` returns each update once; the next is prepared after `commit`. Errors that persist are
-    raised by `poll`: a store that does not answer is retried for ``patience_s``, and damage that no
-    route avoids is read again for ``damage_patience_s``. ``stage`` is called in the thread with
+    raised by `poll`: a store that does not answer is retried for ``patience_s`` (one that refuses
+    because there are too many requests for as long as it does), and damage that no route avoids is
+    read again for ``damage_patience_s``. ``stage`` is called in the thread with
     each update before `poll` returns it, for work that serving need not wait for; `poll` raises its
     errors.
 
@@ -150,6 +151,10 @@ class Follower:
                 )  # Do not count the time that serving took as the store's.
             try:
                 update = self._steps.prepare()
+            except ThrottledError:  # The update is late, and what arrived of it is kept.
+                succeeded = time.monotonic()
+                self._stop.wait(LONGEST_PAUSE_S)
+                continue
             except (RetryError, CorruptError) as error:
                 damaged = isinstance(error, CorruptError)
                 patience_s = self._damage_patience_s if damaged else self._patience_s

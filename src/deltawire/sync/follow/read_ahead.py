@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 from deltawire.store import Bucket
 from deltawire.store.delegating import DelegatingBucket
+from deltawire.store.lanes import in_lane
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.follow.blob_cache import BlobCache
 from deltawire.wire import keys
@@ -49,9 +50,10 @@ class ReadAhead(DelegatingBucket):
                 self._requests[key] = self._threads.submit(self._fetch, key, ref)
 
     def _fetch(self, key: str, ref: BlobRef) -> bytes | None:
-        if self._cache is None:
-            return self.inner.get(key, limit=ref.bytes)
-        return self._cache.get(ref)
+        with in_lane("bulk"):
+            if self._cache is None:
+                return self.inner.get(key, limit=ref.bytes)
+            return self._cache.get(ref)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         """As `Bucket.get`."""

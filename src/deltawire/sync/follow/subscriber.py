@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from deltawire.codec import Digest, Patch
-from deltawire.errors import BugError, CorruptError, ResyncError, RetryError
+from deltawire.errors import BugError, CorruptError, ResyncError, RetryError, ThrottledError
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync.chain.objects import newest_version
 from deltawire.sync.chain.payloads import DamagedTableError, read_blobs
@@ -29,6 +29,10 @@ from deltawire.sync.follow.mirror import Elements, Mirror, Patches, PiecePatch, 
 from deltawire.sync.follow.read_ahead import READERS, ReadAhead
 from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import Run
+
+LATE_S = 10.0
+"""A reader that took longer for one step looks for the newest version before the next step, instead
+of crossing the rest of its route."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Subscriber:
         self._edges: tuple[Edge, ...] = ()
         self._failing: Edge | None = None
         self._kept = KeptPieces()
+        self._late = False
 
     @property
     def pause_s(self) -> float:
@@ -137,6 +142,8 @@ class Subscriber:
     def _prepare(self) -> Update | None:
         started = time.perf_counter()
         finder = self._finder
+        if self._late:  # Newer versions may be there by now, and a shorter route to them.
+            self._edges, self._late = (), False
         if finder is None or not self._edges or self._edges[0].base != self.mirror.version:
             finder = self._find_goal()
             if finder is None:
@@ -151,7 +158,11 @@ class Subscriber:
                 self._kept.clear()
                 self._edges = ()
                 continue
+            except ThrottledError:
+                self._late = True
+                raise
             self._finder, self._edges = finder, edges[count:]
+            self._late = time.perf_counter() - started > LATE_S
             return update
         raise finder.error()
 
@@ -267,7 +278,10 @@ class Subscriber:
         """Yields every version that the mirror reaches, until ``stop`` is set."""
         stop = stop or threading.Event()
         while not stop.is_set():
-            reached = self._step()
+            try:
+                reached = self._step()
+            except ThrottledError:  # Late, not lost: what arrived is kept.
+                reached = None
             if reached is None:
                 stop.wait(self.pause_s)
                 continue
@@ -303,7 +317,10 @@ class Subscriber:
     async def follow_async(self) -> AsyncIterator[int]:
         """Runs `follow` without blocking the event loop, until it is closed or cancelled."""
         while True:
-            reached = await asyncio.to_thread(self._step)
+            try:
+                reached = await asyncio.to_thread(self._step)
+            except ThrottledError:
+                reached = None
             if reached is None:
                 await asyncio.sleep(self.pause_s)
                 continue

@@ -49,7 +49,7 @@ class Announcer:
     """
 
     def __init__(self, bucket: Bucket, run: Run, epoch: int, signer: Signer | None = None) -> None:
-        self._bucket = bucket.inner if isinstance(bucket, RetryingBucket) else bucket
+        self._bucket = RetryingBucket.beneath(bucket)
         self._run = run
         self._epoch = epoch
         self._signer = signer

@@ -22,7 +22,7 @@ import msgspec
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, FencedError, InputError, RetryError
-from deltawire.store import Bucket, ObjectMeta, RetryingBucket, check_create_if_absent
+from deltawire.store import Bucket, ObjectMeta, WriterBucket, check_create_if_absent
 from deltawire.sync.chain.evidence import Sound, Unknown, evidence_of, require_evidence
 from deltawire.sync.chain.objects import (
     check_manifest,
@@ -175,7 +175,7 @@ class VersionWriter:
         frozen: Collection[str] = (),
     ) -> None:
         check_signer(bucket, run, signer)
-        self.bucket = RetryingBucket.over(bucket)
+        self.bucket = WriterBucket.over(bucket)
         check_create_if_absent(self.bucket)
         self.run = run
         self.epoch = epoch

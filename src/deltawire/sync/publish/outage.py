@@ -157,7 +157,8 @@ class Outage:
 
     def over(self, bucket: Bucket) -> Bucket:
         """Returns ``bucket`` with retries that this outage can interrupt; a caller's own pauses
-        between retries are kept."""
+        between retries are kept. A store that refuses because there are too many requests is there,
+        so refusals are waited out for as long as they come."""
         if not isinstance(bucket, RetryingBucket):
             retrying = RetryingBucket.over(bucket)
             if not isinstance(retrying, RetryingBucket) or retrying is bucket:
@@ -166,5 +167,7 @@ class Outage:
         policy = bucket.policy
         if policy.sleep is not time.sleep:
             return bucket
-        mine = RetryPolicy(policy.retries, policy.first_pause_s, self.sleep, policy.rng)
+        mine = RetryPolicy(
+            policy.retries, policy.first_pause_s, self.sleep, policy.rng, throttled_s=float("inf")
+        )
         return RetryingBucket(bucket, mine)

@@ -29,7 +29,7 @@ import numpy as np
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, DeltawireError, FencedError, InputError
-from deltawire.store import Bucket
+from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync.chain.retention import GRACE_S
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
@@ -130,8 +130,9 @@ class Publisher:
         grace_s: float = GRACE_S,
     ) -> None:
         self.outage = Outage(bucket.url, max_outage)
+        retrying = RetryingBucket.over(self.outage.over(bucket))
         self._writer = VersionWriter(
-            self.outage.over(bucket),
+            retrying,
             run,
             mirror,
             epoch=epoch,
@@ -148,7 +149,7 @@ class Publisher:
         self._on_anchor = on_anchor
         self._anchors = LaterAnchors(self._writer, on_anchor=self._after_anchor)
         self._retention = RetentionThread(
-            self.bucket, run, retain=retain, grace_s=grace_s, signer=signer
+            retrying, run, retain=retain, grace_s=grace_s, signer=signer
         )
         self._commits = CommitThread(self.bucket.url, "publisher", self.outage)
         self._announcer = Announcer(self.bucket, run, epoch, signer) if announce else None
@@ -159,7 +160,7 @@ class Publisher:
         """Identifies the manifests that this publisher tried to create for the next version."""
         self._unanswered: _Attempt | None = None
         self.compaction = CompactionThread(
-            self.bucket,
+            retrying,
             run,
             compaction_strides,
             signer=signer,

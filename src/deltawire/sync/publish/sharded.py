@@ -34,7 +34,7 @@ from typing import Any
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError, RetryError
-from deltawire.store import Bucket, in_parallel
+from deltawire.store import Bucket, RetryingBucket, in_parallel
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import check_signed
 from deltawire.sync.chain.retention import GRACE_S
@@ -55,6 +55,7 @@ from deltawire.sync.publish.merging import merge_payloads
 from deltawire.sync.publish.offload import offloaded_mirror
 from deltawire.sync.publish.outage import Outage
 from deltawire.sync.publish.parallel_copy import Copier
+from deltawire.sync.publish.patience import Patience
 from deltawire.sync.publish.retention_thread import RetentionThread
 from deltawire.wire import keys
 from deltawire.wire.coordination import (
@@ -177,7 +178,7 @@ class ShardPublisher:
             raise InputError(f"rank {rank} of {ranks}", hint="ranks count from 0")
         self.outage = Outage(bucket.url, max_outage)
         self._writer = VersionWriter(
-            self.outage.over(bucket),
+            retrying := RetryingBucket.over(self.outage.over(bucket)),
             run,
             mirror,
             epoch=epoch,
@@ -195,7 +196,7 @@ class ShardPublisher:
         self._timeout_s = timeout_s
         self._on_commit = on_commit
         self._compaction = CompactionThread(
-            self.bucket,
+            retrying,
             run,
             compaction_strides if rank == LEADER else (),
             signer=signer,
@@ -204,7 +205,7 @@ class ShardPublisher:
         )
         self._on_anchor = on_anchor
         self._retention = RetentionThread(
-            self.bucket, run, retain=retain, grace_s=grace_s, signer=signer
+            retrying, run, retain=retain, grace_s=grace_s, signer=signer
         )
         self._anchors = LaterAnchors(
             self._writer,
@@ -487,10 +488,10 @@ class ShardPublisher:
 
     def _await_anchor(self, version: int) -> None:
         key = keys.compacted(None, version)
-        deadline = time.monotonic() + self._timeout_s
+        patience = Patience(self.bucket.url, self._timeout_s)
         while not self.bucket.exists(key):
             self._check_refusal(version)
-            if time.monotonic() > deadline:
+            if patience.over:
                 raise self._too_late("the anchor", version, key)
             time.sleep(waiting_pause_s(self.bucket.poll_s, self.ranks, random.random()))
 
@@ -514,7 +515,7 @@ class ShardPublisher:
         prefix = keys.parts_of(version, self._session)
         names = [key_of(version, self._session, rank) for rank in range(self.ranks)]
         found: dict[int, Part] = {}
-        deadline = time.monotonic() + self._timeout_s
+        patience = Patience(self.bucket.url, self._timeout_s)
         pause_s = FIRST_PAUSE_SHARE * self.bucket.poll_s
         while True:
             listed = set(self.bucket.list(prefix))
@@ -527,7 +528,7 @@ class ShardPublisher:
                 return [found[rank] for rank in range(self.ranks)]
             if keys.refusal(version, self._session) in listed:
                 self._check_refusal(version)
-            if time.monotonic() > deadline:
+            if patience.over:
                 missing = min(set(range(self.ranks)) - found.keys())
                 raise self._too_late(f"the part of rank {missing}", version, names[missing])
             time.sleep(pause_s)
@@ -553,10 +554,10 @@ class ShardPublisher:
         return part
 
     def _await_manifest(self, version: int) -> Manifest:
-        deadline = time.monotonic() + self._timeout_s
+        patience = Patience(self.bucket.url, self._timeout_s)
         while (found := self._writer.find(version)) is None:
             self._check_refusal(version)
-            if time.monotonic() > deadline:
+            if patience.over:
                 raise self._too_late("the manifest", version, keys.manifest(version))
             time.sleep(waiting_pause_s(self.bucket.poll_s, self.ranks, random.random()))
         return self._check_mine(found)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -269,6 +270,42 @@ def test_a_reader_that_was_stopped_is_not_awaited_blob_by_blob(shared, monkeypat
         monkeypatch.setattr(blob_cache.time, "sleep", end_the_claim)
         assert cache.read(ref, [(0, 10)]) == [data[:10]]
     assert pauses == [1]
+
+
+@pytest.mark.parametrize("refused_s", [1.0, float("inf")])
+def test_a_slow_fetch_is_awaited_while_the_store_refuses(shared, monkeypatch, refused_s):
+    """Otherwise each reader of the host would add its own request for every blob."""
+    bucket, ref, data = one_blob()
+    monkeypatch.setattr(blob_cache, "TOUCH_S", 0.01)
+    monkeypatch.setattr(blob_cache, "FETCH_S", 0.05)
+    monkeypatch.setattr(blob_cache, "refused_ago_s", lambda _url: refused_s - 0.96)
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Remote):
+        def _call(self, verb, key, operation):
+            entered.set()
+            assert leave.wait(60)
+            return operation()
+
+    path = shared / f"{ref.hash}.part"
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(BlobCache(Slow(bucket), shared).get, ref)
+        assert entered.wait(60)
+        time.sleep(0.2)  # Longer than a fetch is touched.
+        os.utime(path, (0, 0))
+        deadline = time.monotonic() + (60 if refused_s == 1.0 else 0.2)
+        while path.stat().st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (path.stat().st_mtime > 0) is (refused_s == 1.0)
+        other = BlobCache(bucket, shared)
+        waiting = pool.submit(other.read, ref, [(0, 10)])
+        if refused_s != 1.0:
+            assert waiting.result(60) is None
+        leave.set()
+        assert slow.result(60) == data
+        if refused_s == 1.0:
+            assert waiting.result(60) == [data[:10]]
+            assert other.fetched_bytes == 0
 
 
 def test_a_claim_is_dated_when_it_begins(shared):
