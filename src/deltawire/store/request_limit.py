@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 from urllib.parse import urlsplit
@@ -80,6 +80,18 @@ class RequestWindow:
         self._shrunk_at = float("-inf")
         self._sent_at = float("-inf")
 
+    def state(self) -> tuple[float, ...]:
+        """Returns what `restore` takes, for another process of this host."""
+        return tuple(float(getattr(self, name)) for name in _STATE)
+
+    def restore(self, state: Sequence[float], now: float) -> None:
+        """Takes over the state of another process's window, unless it is none, or of the time
+        before a restart of the machine."""
+        size, *rest = state
+        if self.least <= size <= self.most and max(rest[-_TIMES:]) <= now + 1.0:
+            for name, value in zip(_STATE, state, strict=True):
+                setattr(self, name, type(getattr(self, name))(value))
+
     @property
     def request_s(self) -> float:
         """The seconds from one request to the next that this window allows."""
@@ -129,6 +141,14 @@ class RequestWindow:
         self.size = max(self.size, min(1.0, max(self._answer_s, LEAST_ANSWER_S) / longest_s))
 
 
+_STATE = (
+    "size", "refusals", "_answer_s", "_answered", "_doubles_to", "_paused_s",
+    "_used_at", "_answered_at", "_sent_at", "_shrunk_at",
+)  # fmt: skip
+_TIMES = 4
+"""How many of these, the last ones, are times."""
+
+
 class RequestLimit:
     """Lets the requests of this process to one store begin when its window has room.
 
@@ -137,6 +157,9 @@ class RequestLimit:
         with limit.request(outcome_of):
             ...  # send one request; its error may make the window smaller
     """
+
+    nap_s = 1.0
+    """The longest wait before the window is looked at again."""
 
     def __init__(
         self,
@@ -147,6 +170,7 @@ class RequestLimit:
         self.window = window or RequestWindow()
         self._clock = clock
         self._under_way = 0
+        self._admitted_at = 0.0
         self._preferred = 0
         """The requests other than bulk ones that wait for room."""
         self._changed = threading.Condition()
@@ -160,15 +184,13 @@ class RequestLimit:
         with self._changed:
             self._preferred += not bulk
             try:
-                while (wait_s := self._wait_s(bulk=bulk)) > 0:
-                    self._changed.wait(min(wait_s, 1.0))
+                while (wait_s := self._admit(bulk=bulk)) > 0:
+                    self._changed.wait(min(wait_s, self.nap_s))
             finally:
                 if not bulk:
                     self._preferred -= 1
                     self._changed.notify_all()
-            began = self._clock()
-            self.window.sent(self._under_way, began)
-            self._under_way += 1
+            began = self._admitted_at
         outcome: Outcome = "answered"
         try:
             yield
@@ -177,21 +199,33 @@ class RequestLimit:
             raise
         finally:
             with self._changed:
-                self._under_way -= 1
-                now = self._clock()
-                if outcome == "answered":
-                    self.window.answered(began, now)
-                elif outcome == "refused":
-                    self.window.refused(began, now)
+                self._end(outcome, began)
                 self._changed.notify_all()
 
-    def _wait_s(self, *, bulk: bool) -> float:
+    def _admit(self, *, bulk: bool) -> float:
+        """Begins a request and returns 0 if there is room, else how long to wait for it."""
         if bulk and self._preferred:
             return float("inf")
-        return self.window.opens_at(self._under_way) - self._clock()
+        now = self._clock()
+        wait_s = max(self.window.opens_at(self._under_way) - now, 0.0)
+        if wait_s <= 0:
+            self.window.sent(self._under_way, now)
+            self._under_way += 1
+            self._admitted_at = now
+        return wait_s
+
+    def _end(self, outcome: Outcome, began: float) -> None:
+        """Notes the end of a request."""
+        self._under_way -= 1
+        now = self._clock()
+        if outcome == "answered":
+            self.window.answered(began, now)
+        elif outcome == "refused":
+            self.window.refused(began, now)
 
 
 _LIMITS: dict[tuple[str, bool], RequestLimit] = {}
+_SHARED: set[tuple[str, bool]] = set()
 _REFUSED: dict[str, tuple[float, float]] = {}
 """When each store began to refuse requests, and when it refused the last one."""
 REFUSING_S = 60.0
@@ -208,6 +242,16 @@ def limit_of(url: str, *, first: bool = False) -> RequestLimit:
             window = RequestWindow(least=WRITERS_LEAST) if first else RequestWindow()
             _LIMITS[place] = RequestLimit(window)
         return _LIMITS[place]
+
+
+def share_limit(url: str, make: Callable[[], RequestLimit]) -> None:
+    """Replaces this process's limit of reads for the store of a URL by one that `make` returns, the
+    same one for all callers; later calls change nothing."""
+    place = _place(url), False
+    with _LOCK:
+        if place not in _SHARED:
+            _LIMITS[place] = make()
+            _SHARED.add(place)
 
 
 def note_refusal(url: str) -> None:

@@ -36,13 +36,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from blake3 import blake3
 
 from deltawire.errors import InputError
 from deltawire.private_files import OtherUsersError, open_private, private_folder
 from deltawire.store import Bucket
-from deltawire.store.request_limit import refused_ago_s
+from deltawire.store.host_limit import HostLimit
+from deltawire.store.request_limit import refused_ago_s, share_limit
 from deltawire.sync.chain.objects import get_blob
 from deltawire.wire.payload import BlobRef
 
@@ -104,6 +106,13 @@ class BlobCache:
         self.shared_bytes = 0
         self._counting = threading.Lock()
         self._begin = random.random()
+
+    @property
+    def limit_path(self) -> Path:
+        """The file of the window of requests that the readers of this host share."""
+        parts = urlsplit(self.bucket.url)
+        place = blake3(f"{parts.scheme}://{parts.netloc}".encode()).hexdigest(8)
+        return self.folder / f"limit-{place}"
 
     def takes(self, size: int) -> bool:
         """Returns whether the cache holds a version of ``size`` bytes and the one before. It would
@@ -353,7 +362,9 @@ def configured_cache(bucket: Bucket) -> BlobCache | None:
             hint="give an absolute path, such as /dev/shm/deltawire",
         )
     try:
-        return BlobCache(bucket, Path(folder), int(limit))
+        cache = BlobCache(bucket, Path(folder), int(limit))
+        share_limit(bucket.url, lambda: HostLimit(cache.limit_path))
+        return cache
     except OtherUsersError as error:
         _LOG.warning("blobs are not shared with the other readers of this host: %s", error)
         return None
