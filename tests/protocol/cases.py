@@ -13,15 +13,25 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import leases
+import ledgers
 import worlds
 from exploring import Bounds, Found, World, explore
+from ledgers import consumption
 from stepping import ScriptedBucket
 
-from deltawire.sync.chain import gc_intents, retention
+from deltawire.errors import CorruptError
+from deltawire.runtime.lease import Lease
+from deltawire.sync.chain import gc_intents, history, retention
+from deltawire.sync.chain.evidence import Absent, Sound
 from deltawire.sync.publish import commit
 from deltawire.sync.publish.publisher import Publisher
+from deltawire.wire.ledger import Ledger
 
 NO_ANSWER = frozenset({"lost", "late"})
+LATE = frozenset({"late"})
+SHORT = frozenset({"short"})
+BAD = frozenset({"short", "damaged"})
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,8 @@ def _writers(*values: list[int], **more: Any) -> Callable[[], World]:
 
 _deletions = worlds.deletions
 _read = partial(worlds.deletions, reading=True)
+_blobs = partial(worlds.deletions, whole=False)
+_stalls = partial(worlds.deletions, whole=False, stalls=True)
 
 CASES = [
     Case("one writer", _writers([11, 21]), Bounds(1), small=True),
@@ -65,8 +77,22 @@ CASES = [
     Case("three writers, a reader", _writers([11], [12], [13], reading=1), Bounds(1)),
     Case("two writers, one that restarts", _writers([11], [12], restart=True), Bounds(1)),
     Case("retention, a writer", _deletions, Bounds(), small=True),
+    Case("deletion of blobs, a writer, short listings", _blobs, Bounds(1, kinds=SHORT), small=True),
+    Case("deletion of blobs, a writer", _blobs, Bounds(1)),
+    Case("deletion of blobs, a writer, time", _blobs, Bounds(0, 3)),
+    Case("deletion of blobs, a writer, late deletions, time", _blobs, Bounds(1, 3, LATE)),
+    Case("two deletions of blobs, a writer", partial(_blobs, times=2), Bounds()),
+    Case("retention, a writer, bad answers", _deletions, Bounds(1, kinds=BAD)),
     Case("retention, a writer, no answer", _deletions, Bounds(1, kinds=NO_ANSWER)),
     Case("retention, a writer, a reader", _read, Bounds()),
+    Case("leases of two processes", leases.leases, Bounds(1), small=True),
+    Case("leases of three processes", partial(leases.leases, 3), Bounds(1)),
+    Case("consumption", consumption, Bounds(), small=True),
+    Case("consumption, groups deleted", partial(consumption, trims=True), Bounds()),
+    Case("consumption of one group", partial(consumption, groups=1, steps=1), Bounds(1)),
+    Case(
+        "consumption of two groups, deleted", partial(consumption, steps=1, trims=True), Bounds(1)
+    ),
 ]
 
 
@@ -81,6 +107,37 @@ def _settled(self: Publisher) -> None:
 
 def _read_as_it_comes(_bucket: Any, _key: str, read: Callable[[], Any], **_: Any) -> Any:
     return read()
+
+
+def _damaged_is_absent(_bucket: Any, _key: str, read: Callable[[], Any]) -> Any:
+    try:
+        found = read()
+    except CorruptError:
+        found = None
+    return Absent() if found is None else Sound(found)
+
+
+def _listed_once(self: Any, prefix: str, *, after: str | None = None) -> Any:
+    """The second of two listings in a row is the first."""
+    known = getattr(self, "listed", None)
+    if known is None or known[0] != (prefix, after, len(self.requests)):
+        found = _LIST(self, prefix, after=after)
+        self.listed = ((prefix, after, len(self.requests)), found)
+    return self.listed[1]
+
+
+_LIST = ScriptedBucket.list_objects
+
+
+def _any_lease(self: Lease) -> bool:
+    self._bucket.create(self._key, self._nonce)
+    return True
+
+
+def _confirm_once(self: Lease, *, fresh: bool) -> None:
+    self.check()
+    if self.error is not None:
+        raise self.error
 
 
 def _read_once(self: Any) -> set[str]:
@@ -139,6 +196,38 @@ BROKEN = [
         Bounds(1, kinds=NO_ANSWER), "was deleted",
         (_patch(gc_intents._Deletions, "all_answered", _always(True), create=True),),
         small=False,
+    ),
+    Broken(
+        "writers that wait as long as deletions begin only", _blobs, Bounds(1, 3, LATE),
+        "was deleted", (_patch(gc_intents, "margin_s", lambda _: 0.0),), small=False,
+    ),
+    Broken(
+        "retention that stalls between its clock and a request", _stalls, Bounds(0, 4),
+        "was deleted", small=False,
+    ),
+    Broken(
+        "retention that takes a damaged answer for an absent object", _blobs, Bounds(1, kinds=BAD),
+        "was deleted", (_patch(history, "evidence_of", _damaged_is_absent),), small=False,
+    ),
+    Broken(
+        "listings that count after one answer", _blobs, Bounds(1, kinds=SHORT), "was deleted",
+        (_patch(ScriptedBucket, "list_objects", _listed_once),), small=False,
+    ),
+    Broken(
+        "a process that takes any lease for its own", leases.leases, Bounds(), "took lease",
+        (_patch(Lease, "_create", _any_lease),),
+    ),
+    Broken(
+        "a process that asks once whether it was replaced", leases.leases, Bounds(1),
+        "after a later one", (_patch(Lease, "confirm", _confirm_once),),
+    ),
+    Broken(
+        "a trainer that does not read what was consumed", consumption, Bounds(), "consumed twice",
+        (_patch(ledgers, "ledger_of", lambda *_: Ledger()),),
+    ),
+    Broken(
+        "a trainer that deletes groups before it commits", partial(consumption, hasty=True),
+        Bounds(), "is lost",
     ),
 ]  # fmt: skip
 

@@ -360,7 +360,7 @@ class _Exploration:
         size = len(held.data)
         answer = {"get": held.data, "size": size, "head": (size, held.modified)}[verb]
         yield _Step(0, f"{say} → found", answer, store)
-        if "damaged" in kinds:
+        if "damaged" in kinds and not request.sure:
             yield _Step(1, f"{say}: the answer says not found", None, store)
             if verb == "get":
                 middle = len(held.data) // 2

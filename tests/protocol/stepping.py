@@ -58,6 +58,8 @@ class Request:
     key: str
     data: bytes = b""
     after: str | None = None
+    sure: bool = False
+    """A question of the test's own, whose answer is never damaged."""
 
 
 class _Pause(BaseException):
@@ -109,10 +111,18 @@ class ScriptedBucket(Bucket):
 
     poll_s = 0.0
 
-    def ask(self, verb: str, key: str, data: bytes = b"", after: str | None = None) -> Any:
+    def ask(
+        self,
+        verb: str,
+        key: str,
+        data: bytes = b"",
+        after: str | None = None,
+        *,
+        sure: bool = False,
+    ) -> Any:
         if self.pending is not None or self.slept:
             raise _Pause  # A cleanup on the way out.
-        request = Request(verb, key, data, after)
+        request = Request(verb, key, data, after, sure)
         at = len(self.requests)
         self.requests.append(request)
         self.looping.append(_in_loop())
@@ -135,7 +145,7 @@ class ScriptedBucket(Bucket):
         return float(self.checked)
 
     def sleep(self, seconds: float = 0.0) -> None:
-        if len(self.requests) == len(self.answers) and self.requests and _in_loop():
+        if len(self.requests) == len(self.answers) and _calls_from_loop():
             self.slept = True
             raise _Pause
 
@@ -182,6 +192,11 @@ class ScriptedBucket(Bucket):
 
     def reconnect(self) -> None:
         """New connections give the same answers here: the explorer damages any of them."""
+
+
+def _calls_from_loop() -> bool:
+    """Returns whether a polling loop itself sleeps, and not code that it calls."""
+    return sys._getframe(3).f_code in POLLING_LOOPS
 
 
 def _in_loop() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from deltawire import codec
 from deltawire.errors import CorruptError, FencedError, RetryError
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import Mirror, Publisher, create_run, load_mirror
+from deltawire.sync.chain.gc_intents import delete_blobs, drop_dead_intents, store_clock
 from deltawire.sync.chain.objects import read_compacted_delta, read_manifest
 from deltawire.sync.chain.payloads import all_blobs
+from deltawire.sync.chain.retention import _References as References
 from deltawire.sync.chain.retention import prune
 from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest, decode_manifest
@@ -62,16 +65,19 @@ def publisher_of(bucket: Any, run: Run, mirror: Mirror, *, epoch: int, **options
     return Publisher(bucket, run, mirror, epoch=epoch, compaction_strides=(), threads=1, **options)
 
 
-def writer(name: str, history: History, values: Sequence[int], *, epoch: int = 1) -> Process:
-    """A trainer that holds the newest version of ``history`` and publishes further ones."""
+def writer(name: str, history: History, values: Sequence[int], *, anchors: bool = False) -> Process:
+    """A trainer that holds the newest version of ``history`` and publishes further ones.
+
+    With ``anchors`` it may also make one later, if it is told that there is none yet.
+    """
     newest = len(history.values) - 1
 
     def body(bucket: ScriptedBucket) -> None:
         held = mirror_of(newest, history.values[-1])
-        publisher = publisher_of(bucket, history.run, held, epoch=epoch, anchor_every=1000)
+        publisher = publisher_of(bucket, history.run, held, epoch=1, anchor_every=1000)
         publish(bucket, publisher, name, values)
 
-    return Process(name, body, writes=WRITER_KEYS)
+    return Process(name, body, writes=(*WRITER_KEYS, *(keys.COMPACTED,) * anchors))
 
 
 def restarted(name: str, history: History, values: Sequence[int]) -> Process:
@@ -289,6 +295,20 @@ def retention(name: str, history: History, *, cutoff: int, grace: int = 0) -> Pr
     return Process(name, body, writes=RETENTION_KEYS)
 
 
+def deleter(name: str, history: History, *, floor: int) -> Process:
+    """The part of retention that deletes blobs, which no version from ``floor`` on needs."""
+
+    def body(bucket: ScriptedBucket) -> None:
+        drop_dead_intents(bucket, store_clock(bucket))
+        references = References(bucket, history.run, floor, set())
+        kept = references.update()
+        doomed = [key for key in bucket.list(keys.BLOBS) if key not in kept]
+        for _ in delete_blobs(bucket, history.run, doomed, references.update):
+            pass
+
+    return Process(name, body, writes=(keys.BLOBS, keys.CLOCK, keys.DELETION_INTENTS))
+
+
 def follower(name: str, history: History, *, held: int) -> Process:
     """A reader that holds an old version and loads the newest one."""
 
@@ -304,16 +324,23 @@ def follower(name: str, history: History, *, held: int) -> Process:
     return Process(name, body)
 
 
-def deletions(*, reading: bool = False, writing: bool = True, times: int = 1) -> World:
-    """Retention, and a writer whose next delta is a blob that retention is about to delete."""
+def deletions(
+    *,
+    reading: bool = False,
+    writing: bool = True,
+    times: int = 1,
+    whole: bool = True,
+    stalls: bool = False,
+) -> World:
+    """Retention, ``whole`` or its last part, and a writer whose next delta is a blob that it is
+    about to delete."""
     history = History([10, 11, 12, 10], anchor_every=2)
     checks = Kept(history, 2)
-    processes = [
-        retention("retention" if times == 1 else f"retention{n + 1}", history, cutoff=2)
-        for n in range(times)
-    ]
+    make = partial(retention, cutoff=2) if whole else partial(deleter, floor=2)
+    names = ["retention"] if times == 1 else [f"retention {n + 1}" for n in range(times)]
+    processes = [make(name, history) for name in names]
     if writing:
-        processes.append(writer("writer", history, [11]))
+        processes.append(writer("writer", history, [11], anchors=True))
     if reading:
         processes.append(follower("reader", history, held=0))
-    return World(history.objects(), processes, checks.invariant, checks.may_write)
+    return World(history.objects(), processes, checks.invariant, checks.may_write, stalls=stalls)

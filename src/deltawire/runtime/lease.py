@@ -141,5 +141,7 @@ class Lease:
         """
         if self.held and self.error is None and (fresh or not self.fresh):
             self.check()
+            if self.error is None:
+                self.check()  # One wrong *not found* must not let a replaced process write.
         if self.error is not None:
             raise self.error

@@ -46,7 +46,7 @@ from urllib.parse import urlsplit
 
 from deltawire.errors import CorruptError, RetryError, UnreadableError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, RetryPolicy
-from deltawire.sync.chain.evidence import Sound, evidence_of
+from deltawire.sync.chain.evidence import Absent, Sound, evidence_of
 from deltawire.sync.chain.objects import check_signed, missing_blobs
 from deltawire.wire import keys
 from deltawire.wire.coordination import (
@@ -182,7 +182,9 @@ def blobs_stay(
     blobs = {keys.blob(ref.hash): ref for ref in refs}
     if not blobs:
         return True
-    for entry in bucket.list_objects(keys.DELETION_INTENTS):
+    # Listed twice: an intent that one short listing left out would take a blob after the check.
+    listings = (bucket.list_objects(keys.DELETION_INTENTS) for _ in range(2))
+    for entry in {entry.key: entry for listing in listings for entry in listing}.values():
         if blobs.keys() & _named_by(bucket, run, entry, unsigned=unsigned):
             _wait_for(bucket, entry)
     return not missing_blobs(bucket, list(blobs.values()))
@@ -206,7 +208,8 @@ def _named_by(bucket: Bucket, run: Run, entry: ObjectMeta, *, unsigned: bool) ->
 
 
 def _wait_for(bucket: Bucket, entry: ObjectMeta) -> None:
-    while bucket.exists(entry.key):
+    read = partial(bucket.head, entry.key)
+    while not isinstance(evidence_of(bucket, entry.key, read), Absent):
         if _is_dead(bucket, entry, store_clock(bucket)):
             return
         time.sleep(bucket.poll_s)

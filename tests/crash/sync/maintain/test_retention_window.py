@@ -352,6 +352,32 @@ def test_a_delete_that_arrives_after_its_repetition_was_answered_takes_no_blob(
 
 
 @pytest.mark.parametrize(
+    ("verb", "key", "answer"),
+    [
+        ("list", keys.DELETION_INTENTS, lambda found: found[:-1]),
+        ("head", f"{keys.DELETION_INTENTS}*", lambda found: None),
+    ],
+)
+def test_one_bad_answer_about_an_intent_hides_it_from_no_writer(
+    original, monkeypatch, verb, key, answer
+):
+    inner = snapshot(original)
+    refs = read_blobs(inner, read_run(inner), read_manifest(inner, read_run(inner), LAST).delta)
+    intent = left_behind(inner, [refs[0].hash])
+    bucket = FaultyBucket(inner)
+    bucket.replace(verb, key, answer=answer)
+    waited = []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        inner.delete(intent)
+
+    monkeypatch.setattr(intents, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
+    assert intents.blobs_stay(bucket, read_run(inner), refs)
+    assert waited, "the writer went on while the intent was there"
+
+
+@pytest.mark.parametrize(
     ("url", "seconds"),
     [
         ("memory://", 300),
