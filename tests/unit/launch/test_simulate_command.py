@@ -49,7 +49,7 @@ def test_a_dry_run_states_what_a_release_needs(tmp_path, capsys):
     stage = plan["stages"][0]
     assert (stage["share"], plan["margin"], plan["power"]) == (0.25, 0.15, 0.9)
     assert stage["answers"] > stage["outcomes"] > 500  # Some users ask twice.
-    assert plan["minutes"] == pytest.approx((stage["answers"] / 10 + 8) / 60)
+    assert plan["minutes"] == pytest.approx((stage["answers"] / 10 + 8 + 2) / 60)
     few = tmp_path / "few.toml"
     few.write_text(Path(EXAMPLE).read_text().replace("users = 20000", "users = 200"))
     assert main(["simulate", str(few), "--dry-run"]) == 0
