@@ -240,6 +240,8 @@ FLAGS = {
     },
     "plan": TRUST | {"--rates", "--what-if", "--simulate", "--seed", "--plot", "--json"},
     "bisect": TRUST | {"--good", "--bad", "--noisy", "--error", "--questions", "--state", "--json"},
+    "show": TRUST | {"--json"},
+    "diff": TRUST | {"--json"},
     "dataset": TRUST | {"--to", "--first", "--last", "--json"},
     "replay": TRUST | {"--from", "--to", "--dump", "--out", "--json"},
     "status": TRUST | {"--watch", "--every", "--json", "--window"},

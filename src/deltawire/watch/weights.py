@@ -135,7 +135,7 @@ class WeightChanges:
             if base is None:
                 raise InputError(f"version {version} has no delta", hint="choose a later version")
             measured = self._measure(version) if measure else self._measured.get(version)
-        named = [_named(spec.name) for spec in self._run.tensors]
+        named = [layer_and_part(spec.name) for spec in self._run.tensors]
         order = sorted(
             range(len(named)), key=lambda at: (-1 if named[at][0] is None else named[at][0], at)
         )
@@ -213,7 +213,7 @@ class WeightChanges:
     def _rows(self) -> tuple[list[str], list[list[int]]]:
         groups: dict[tuple[int, str], list[int]] = {}
         for at, spec in enumerate(self._run.tensors):
-            layer, part = _named(spec.name)
+            layer, part = layer_and_part(spec.name)
             key = (1 << 30, part.split(".")[0]) if layer is None else (layer, f"layer {layer}")
             groups.setdefault(key, []).append(at)
         ordered = sorted(groups)[:512]
@@ -333,8 +333,8 @@ def find_route(bucket: Bucket, run: Run, *, held: int | None, goal: int) -> Rout
     )
 
 
-def _named(name: str) -> tuple[int | None, str]:
-    """The layer of a tensor, and its name in it; None and the name outside of layers."""
+def layer_and_part(name: str) -> tuple[int | None, str]:
+    """Returns the layer of a tensor and its name in it; None and the name outside of layers."""
     found = _LAYER.search(name)
     if found is None:
         return None, name.removeprefix("model.")

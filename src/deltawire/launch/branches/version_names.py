@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deltawire.errors import InputError
+from deltawire.runtime.trusted import ReaderTrust, open_trusted
 from deltawire.store import Bucket
-from deltawire.sync import newest_readable
+from deltawire.sync import newest_readable, read_run
 from deltawire.wire.run import Run
 
 _VERSION = re.compile(r"\A(.+)@(\d{1,12})\Z", re.DOTALL)
@@ -33,11 +34,18 @@ class VersionName(NamedTuple):
             return cls(text, None)
         return cls(found[1], int(found[2]))
 
-    def number(self, bucket: Bucket, run: Run) -> int:
-        """Returns the version's number; raises `InputError` if the run has no version yet."""
-        if self.version is not None:
-            return self.version
-        newest = newest_readable(bucket, run)
-        if newest is None:
-            raise InputError("the run has no version yet", run=bucket.url)
-        return newest.version
+
+def open_version(text: str, trust: ReaderTrust) -> tuple[Bucket, Run, int]:
+    """Opens the run that ``RUN@V`` names, and returns its bucket, its run and the version.
+
+    Raises `InputError` if the run has no version yet, and as `open_trusted`.
+    """
+    name = VersionName.parse(text)
+    bucket = open_trusted(name.location, trust)
+    run = read_run(bucket)
+    if name.version is not None:
+        return bucket, run, name.version
+    newest = newest_readable(bucket, run)
+    if newest is None:
+        raise InputError("the run has no version yet", run=bucket.url)
+    return bucket, run, newest.version
