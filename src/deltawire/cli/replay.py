@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 from deltawire.cli.arguments import add_json, add_run_url, add_trust, trust_of
@@ -56,9 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
             last=arguments.to,
             dump=dump,
             progress=lambda done, total: show("repeating steps", done, total),
+            expect=_print_expectation,
         )
     if arguments.json:
         print(json.dumps({**dataclasses.asdict(found), "exact": found.exact}))  # noqa: T201
     else:
         print_verification(found, Console(highlight=False, soft_wrap=True))
     return 0 if found.exact else DIFFERENT
+
+
+def _print_expectation(doubts: list[str]) -> None:
+    """Says on standard error, before the first step, whether the bits can be expected to agree."""
+    from deltawire.display import safe_line
+
+    lines = [f"exactness cannot be expected: {one}" for one in doubts]
+    for line in lines or ["exactness is expected: the same library, kernels and threads"]:
+        print(safe_line(line), file=sys.stderr)  # noqa: T201

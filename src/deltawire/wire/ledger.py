@@ -88,12 +88,13 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     first `GROUP_HASH_DIGITS` hexadecimal digits of the BLAKE3 of each consumed group's bytes, so
     that a recomputed step can be compared with the original. ``threads`` is the number of threads
     of the tensor library, and ``ranks`` that of the trainer's processes (0 in versions that do not
-    say), because sums depend on both. ``settings`` are the values, by dotted key, that differed
-    from the configuration in ``run.json`` when the step was made. ``position`` is that of the data
-    after a step of mid-training; in reinforcement learning, the number of draws that were given
-    out. With allocation, ``parts`` are the numbers of consecutive consumed groups that are one
-    prompt's, and advantages are relative to all of them; empty, each group is one. ``prompts``
-    records what was decided since the previous step.
+    say), because sums depend on both; ``arithmetic`` names the library and its kernels, which they
+    depend on too (empty in versions that do not say). ``settings`` are the values, by dotted key,
+    that differed from the configuration in ``run.json`` when the step was made. ``position`` is
+    that of the data after a step of mid-training; in reinforcement learning, the number of draws
+    that were given out. With allocation, ``parts`` are the numbers of consecutive consumed groups
+    that are one prompt's, and advantages are relative to all of them; empty, each group is one.
+    ``prompts`` records what was decided since the previous step.
     """
 
     step: Index = 0
@@ -104,6 +105,7 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     settings: Annotated[dict[str, Any], Meta(max_length=1024)] = {}
     position: Index = 0
     ranks: Annotated[int, Meta(ge=0, le=65536)] = 0
+    arithmetic: Annotated[str, Meta(max_length=256)] = ""
     parts: Annotated[list[Annotated[int, Meta(ge=1, le=1 << 16)]], Meta(max_length=1 << 20)] = []
     prompts: Annotated[list[PromptRecord], Meta(max_length=1 << 20)] = []
 

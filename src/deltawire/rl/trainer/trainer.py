@@ -70,6 +70,7 @@ from deltawire.runtime.retained import RetainedFile
 from deltawire.sync import (
     CommitStats,
 )
+from deltawire.train.arithmetic import arithmetic_of
 from deltawire.train.checkpoint import checkpoint_versions
 from deltawire.train.statistics import GroupStatistics
 from deltawire.train.step import StepResult
@@ -314,6 +315,7 @@ class Trainer(Leader[StepResult]):
             settings={**self.settings, **moved_settings(self.credits.budget, self.config)},
             position=self.credits.draws.next_position,
             ranks=self.rank.mesh.ranks,
+            arithmetic=arithmetic_of(self.rank.mesh.device),
             parts=batch.parts,
             prompts=batch.prompts,
         )

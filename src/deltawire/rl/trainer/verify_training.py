@@ -33,12 +33,16 @@ from deltawire.rl.trainer.resume import (
 )
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
-from deltawire.sync import load_mirror, newest_readable
+from deltawire.sync import load_mirror, newest_readable, read_history
+from deltawire.train.arithmetic import arithmetic_of
 from deltawire.wire import keys
+from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.rollouts import MAX_GROUP_BYTES
 from deltawire.wire.run import Run
 
 NAMED = 5
+READERS = 16
+"""Manifests that are read at a time."""
 
 
 @dataclass
@@ -47,7 +51,8 @@ class TrainingVerification:
 
     Versions ``first`` to ``last`` were computed again, from the state at ``origin``. ``differs`` is
     the first version with a different digest, ``reason`` the cause as far as it is known, and
-    ``tensors`` the number of differing weights by tensor.
+    ``tensors`` the number of differing weights by tensor. ``doubts`` say, before the first step,
+    why exactness cannot be expected; without any it can.
     """
 
     origin: int
@@ -57,6 +62,7 @@ class TrainingVerification:
     differs: int | None = None
     reason: str = ""
     tensors: dict[str, int] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:
@@ -79,11 +85,13 @@ def verify_training(
     last: int | None = None,
     dump: Dump | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
+    expect: Callable[[list[str]], None] = lambda _: None,
 ) -> TrainingVerification:
     """Compute versions up to ``last`` (the newest) again and compare each from ``first`` on.
 
     Starts from the newest checkpoint before ``first``, or from version 0; stops at the first
-    version that differs. ``progress`` is called with the number of steps done, and of all steps.
+    version that differs. ``progress`` is called with the number of steps done, and of all steps,
+    ``expect`` before the first step with the reasons why exactness cannot be expected.
 
     Raises `InputError` if there is no such run or version, `CorruptError` if a needed object is
     damaged or missing.
@@ -102,6 +110,7 @@ def verify_training(
     last = newest if last is None else last
     _check_range(bucket, first, last, newest, dump)
     torch.set_num_threads(config.threads)
+    device = resolve_device(config.device_of("trainer"))
     with fetch_model_files(bucket, run) as folder:
         model = open_policy(
             bucket,
@@ -109,10 +118,12 @@ def verify_training(
             Path(folder),
             adapter=config.train.adapter,
             seed=config.seed,
-            device=resolve_device(config.device_of("trainer")),
+            device=device,
         )
     state = resume(bucket, run, config, model, newest=first - 1)
     found = TrainingVerification(state.version, first, last)
+    found.doubts = _doubts(bucket, run, state.version, last, device)
+    expect(found.doubts)
     total = last - state.version
     while state.version < last:
         progress(state.version - found.origin, total)
@@ -153,6 +164,35 @@ def _check_range(bucket: Bucket, first: int, last: int, newest: int, dump: Dump 
         raise InputError(f"cannot write to {dump.folder}: {error.strerror}") from error
 
 
+def _doubts(bucket: Bucket, run: Run, origin: int, last: int, device: torch.device) -> list[str]:
+    """Returns why the steps after ``origin`` may come out with other bits on this machine."""
+    here = arithmetic_of(device)
+    doubts: dict[str, list[int]] = {}
+    for manifest in read_history(
+        bucket, run, after=origin, to=last, complete=False, readers=READERS
+    ):
+        version = manifest.version
+        metadata = CommitMetadata.of(manifest.metadata, run=bucket.url, version=version)
+        if not metadata.consumed:
+            continue
+        if metadata.ranks > 1:
+            doubts.setdefault(f"{metadata.ranks} ranks computed them, one does now", []).append(
+                version
+            )
+        if not metadata.arithmetic:
+            doubts.setdefault(
+                f"their manifests do not say with which kernels; here {here}", []
+            ).append(version)
+        elif metadata.arithmetic != here:
+            doubts.setdefault(
+                f"they were computed with {metadata.arithmetic}; here {here}", []
+            ).append(version)
+    return [
+        f"version {many[0]}{f' to {many[-1]}' if len(many) > 1 else ''}: {why}"
+        for why, many in doubts.items()
+    ]
+
+
 def _explain(bucket: Bucket, run: Run, found: TrainingVerification, state: Resumed) -> None:
     """Find the tensors that differ and the likely cause."""
     assert found.differs is not None
@@ -167,6 +207,10 @@ def _explain(bucket: Bucket, run: Run, found: TrainingVerification, state: Resum
             f"{metadata.ranks} ranks computed it, whose sums have another order than this "
             "process's: replay is exact for runs of one rank"
         )
+    elif metadata.arithmetic:
+        here = arithmetic_of(state.masters.mesh.device)
+        if metadata.arithmetic != here:
+            found.reason = f"it was computed with {metadata.arithmetic}; here {here}"
     if metadata.step != found.differs:
         found.reason = f"the version says that it is step {metadata.step} of the loop"
     try:
