@@ -242,6 +242,7 @@ FLAGS = {
     "bisect": TRUST | {"--good", "--bad", "--noisy", "--error", "--questions", "--state", "--json"},
     "show": TRUST | {"--json"},
     "diff": TRUST | {"--json"},
+    "compare": TRUST | {"--error", "--among", "--json"},
     "dataset": TRUST | {"--to", "--first", "--last", "--json"},
     "replay": TRUST | {"--from", "--to", "--dump", "--out", "--json"},
     "status": TRUST | {"--watch", "--every", "--json", "--window"},

@@ -15,6 +15,6 @@ FLAGGED = 6
 UNFIT = 8
 """``doctor`` found a problem."""
 UNDECIDED = 11
-"""``bisect`` found no version that is certain enough."""
+"""``bisect`` found no version that is certain enough, ``compare`` no candidate that is better."""
 UNKNOWN_USER = 9
 """``forget`` and ``live export`` found nothing under the name that they were given."""
