@@ -16,7 +16,7 @@ from deltawire.testing.tiny import start_publisher, weights
 from deltawire.wire import keys
 from deltawire.wire.run import Run
 
-RUN = Run(name="r", created_at=0.0, tensors=[], digest="0" * 32)
+RUN = Run(id="ab" * 16, name="r", created_at=0.0, tensors=[], digest="0" * 32)
 
 
 def evaluated(correct, version=1, samples=4):

@@ -35,6 +35,7 @@ def made(place, *versions):
     run = create_run(
         bucket,
         Run(
+            id="ab" * 16,
             name="made",
             created_at=time.time(),
             tensors=SPECS,
