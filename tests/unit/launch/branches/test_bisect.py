@@ -189,6 +189,7 @@ def test_an_interrupted_search_continues(bucket, tmp_path, asked, capfd):
     assert "version 6" in capfd.readouterr().out
     assert asked().count(before[0]) == 1
     assert journal.read_bytes().endswith(b"}\n")
+    assert run_bisect(bucket, tmp_path, "version >= 6") == 0  # The journal is whole again.
 
 
 def test_a_noisy_search_uses_the_command(bucket, tmp_path, capfd):
