@@ -7,7 +7,6 @@ The others get 503 *Slow Down*, with or without ``Retry-After``.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +21,11 @@ SLOW_DOWN = (
     b"<Message>Please reduce your request rate.</Message></Error>"
 )
 
-_FOLDERS = {name for name in vars(keys).values() if isinstance(name, str) and name.endswith("/")}
-_KIND = re.compile(f"/({'|'.join(sorted(_FOLDERS, reverse=True))})|/([^/]+)$")
+_FOLDERS = sorted(
+    (name for name in vars(keys).values() if isinstance(name, str) and name.endswith("/")),
+    key=len,
+    reverse=True,
+)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +120,9 @@ def kind_of(method: str, path: str, query: str) -> tuple[str, str, str]:
         method = "LIST"
         path = f"{path.rstrip('/')}/{listing.get('prefix', [''])[0]}"
     path = unquote(urlsplit(path).path)
-    found = _KIND.search(path)
-    if found is None:
-        return method, path, ""
-    return method, path[: found.start()].strip("/"), (found[1] or found[2]).strip("/")
+    for folder in _FOLDERS:
+        run, found, _ = path.partition(f"/{folder}")
+        if found:
+            return method, run.strip("/"), folder.strip("/")
+    run, _, name = path.rpartition("/")
+    return method, run.strip("/"), name
