@@ -9,13 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from outage_clock import OutageClock
 
-from deltawire.errors import InputError
+from deltawire.errors import InputError, RetryError
 from deltawire.placement.layout import TORCH_DTYPES
-from deltawire.store import Bucket, open_bucket
-from deltawire.sync import find_run, load_mirror, read_manifest, read_run
+from deltawire.store import Bucket, RetryingBucket, RetryPolicy, open_bucket
+from deltawire.sync import (
+    find_run,
+    load_mirror,
+    newest_version,
+    open_publisher,
+    read_manifest,
+    read_run,
+)
 from deltawire.sync.follow.mirror import rows_of
 from deltawire.sync.publish.commit import STEP_RECORD
+from deltawire.testing.faulty import FaultyBucket
 
 pytestmark = [pytest.mark.drills, pytest.mark.timeout(300)]
 
@@ -127,3 +136,73 @@ def test_wrong_options_are_refused_at_once(ray: Any) -> None:
         Publish("bucket", every=0)
     with pytest.raises(InputError, match="no dtype 'bf17'"):
         Publish("bucket", dtype="bf17")
+
+
+class _Store:
+    """A store in memory that a test takes away, and the clock of a publisher that waits for it."""
+
+    def __init__(self) -> None:
+        self.bucket = FaultyBucket(open_bucket("memory://"))
+        self.clock = OutageClock(0, None)
+
+    def open(self, _url: str, tensors: Any, **options: Any) -> Any:
+        policy = RetryPolicy(retries=1, sleep=lambda _: None)
+        publisher = open_publisher(RetryingBucket(self.bucket, policy), tensors, **options)
+        publisher.outage.clock = self.clock
+        publisher.outage.wait = self.clock.wait  # type: ignore[method-assign]
+        return publisher
+
+
+@pytest.mark.parametrize("seconds", [5, 300])
+def test_training_goes_on_while_the_store_is_away_at_each_iteration(
+    config: Any, monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    import deltawire.rllib as module
+
+    store = _Store()
+    monkeypatch.setattr(module, "open_publisher", store.open)
+    config.callbacks(callbacks_class=partial(module.Publish, "memory://"))
+    algorithm = config.build_algo()
+    try:
+        for _ in range(3):
+            store.bucket.fail(times=None)
+            store.clock.start(seconds, store.bucket.heal)
+            algorithm.train()
+        publisher = algorithm.callbacks[0]._publisher
+        superseded = publisher.outage.superseded
+        algorithm.callbacks[0].close()
+        wanted = trained(algorithm)
+    finally:
+        algorithm.stop()
+    bucket = store.bucket
+    newest = newest_version(bucket)
+    assert newest is not None
+    assert newest == 3 - superseded
+    assert same(weights_at(bucket, newest), wanted)
+    manifest = read_manifest(bucket, read_run(bucket), newest)
+    assert manifest is not None
+    assert manifest.metadata[STEP_RECORD] == 3
+
+
+def test_an_outage_beyond_its_limit_ends_the_training(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import deltawire.rllib as module
+
+    store = _Store()
+    monkeypatch.setattr(module, "open_publisher", store.open)
+    callback = partial(module.Publish, "memory://", max_outage=60.0)
+    config.callbacks(callbacks_class=callback)
+    algorithm = config.build_algo()
+    try:
+        store.bucket.fail(times=None)
+        algorithm.train()
+        with pytest.raises(RetryError, match="max_outage is 60"):
+            algorithm.callbacks[0]._publisher.flush()
+        store.bucket.heal()
+        algorithm.train()
+        algorithm.callbacks[0].close()
+        wanted = trained(algorithm)
+    finally:
+        algorithm.stop()
+    assert same(weights_at(store.bucket, 1), wanted)

@@ -4,15 +4,19 @@ source); verl itself is a double that has only the registry and the base class."
 import asyncio
 import importlib
 import sys
+import time
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
+from outage_clock import OutageClock
 
 from deltawire.errors import InputError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import RetryingBucket, RetryPolicy, open_bucket
 from deltawire.sync import read_manifest, read_run
 from deltawire.sync.maintain.fsck import check_run
+from deltawire.testing.faulty import FaultyBucket
 
 TRAINERS, ROLLOUTS = 2, 2
 
@@ -108,6 +112,79 @@ def test_rollout_workers_get_the_version_that_is_being_sent(registry, tmp_path):
     steps = [read_manifest(bucket, run, version).metadata["global_step"] for version in range(4)]
     assert steps == [0, 1, 2, 3]
     assert check_run(bucket).faults == []
+
+
+@pytest.fixture
+def away(registry, monkeypatch):
+    """A store that tests take away, and the clock of all who wait for it, on either side."""
+    import deltawire.verl as module
+
+    bucket = FaultyBucket(open_bucket("memory://"))
+    clock = OutageClock(0, None)
+    quick = RetryPolicy(retries=1, sleep=lambda _: None)
+    monkeypatch.setattr(module, "open_bucket", lambda *_, **__: RetryingBucket(bucket, quick))
+    real = module.open_publisher
+    # The trainer's first weights open the run in the same bucket.
+    monkeypatch.setattr(
+        module,
+        "open_publisher",
+        lambda _, *args, **more: real(RetryingBucket(bucket, quick), *args, **more),
+    )
+
+    def look_again(_seconds):
+        """Time passes while the trainer waits, and hardly while rollout workers do."""
+        time.sleep(0.01)
+        clock.now += 0.05
+
+    times = SimpleNamespace(monotonic=clock, sleep=look_again)
+    monkeypatch.setattr(module, "time", times)
+    return bucket, clock, times
+
+
+@pytest.mark.parametrize("seconds", [5, 300])
+@pytest.mark.parametrize("step", range(1, 4))
+def test_both_sides_wait_while_the_store_is_away(registry, away, seconds, step):
+    bucket, clock, _ = away
+    trainers, rollouts = workers(registry, "memory://", timeout_s=600.0)
+    for number in range(4):
+        if number == step:
+            outage = trainers[0]._publisher.outage
+            outage.clock, outage.wait = clock, clock.wait
+            bucket.fail(times=None)
+            clock.start(seconds, bucket.heal)
+        for received in update(registry, trainers, rollouts, number):
+            expected = {n: t.to(torch.bfloat16) for n, t in weights(number).items()}
+            assert all(torch.equal(received[name], expected[name]) for name in expected)
+    assert clock.now >= seconds
+    trainers[0].close()
+    run = read_run(bucket)
+    steps = [read_manifest(bucket, run, version).metadata["global_step"] for version in range(4)]
+    assert steps == [0, 1, 2, 3]
+    assert check_run(bucket).faults == []
+
+
+def test_each_side_has_its_limit_for_an_outage(registry, away):
+    bucket, clock, times = away
+    trainers, rollouts = workers(registry, "memory://", max_outage=60.0, timeout_s=120.0)
+    update(registry, trainers, rollouts, 0)
+    outage = trainers[0]._publisher.outage
+    outage.clock, outage.wait = clock, clock.wait
+    trainers[0].prepare()
+    rollouts[0].init_process_group(version=1)
+    bucket.fail(times=None)
+    with pytest.raises(RetryError, match="max_outage is 60"):
+        asyncio.run(trainers[0].send_weights(iter(weights(1).items()), 1))
+    assert 60 <= clock.now < 120
+    clock.now, times.sleep = 0.0, clock.wait
+
+    async def receive():
+        return [name async for name, _ in rollouts[0].receive_weights()]
+
+    with pytest.raises(RetryError):
+        asyncio.run(receive())
+    assert clock.now >= 120
+    bucket.heal()
+    trainers[0].close()
 
 
 def test_a_version_that_never_comes_is_an_error(registry, tmp_path):

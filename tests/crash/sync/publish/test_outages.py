@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from outage_clock import OutageClock
 
 from deltawire.errors import InputError, RetryError
 from deltawire.store import RetryingBucket, RetryPolicy, open_bucket
@@ -15,23 +16,6 @@ from deltawire.testing import tiny
 from deltawire.testing.faulty import FaultyBucket
 
 QUICK = RetryPolicy(retries=1, sleep=lambda _: None)
-
-
-class FakeClock:
-    """Time that passes only while somebody waits; calls ``at`` once that second is reached."""
-
-    def __init__(self, seconds, then):
-        self.now = 0.0
-        self._at, self._then = seconds, then
-
-    def __call__(self):
-        return self.now
-
-    def wait(self, seconds):
-        self.now += seconds
-        if self._then is not None and self.now >= self._at:
-            then, self._then = self._then, None
-            then()
 
 
 @pytest.fixture
@@ -56,7 +40,7 @@ def assert_newest(bucket, version, weights):
 @pytest.mark.parametrize("verb", [None, "put", "create"])
 def test_an_outage_at_any_step_ends_by_itself(bucket, seconds, step, verb):
     with publisher_of(bucket, max_outage=None) as publisher:
-        clock = FakeClock(seconds, bucket.heal)
+        clock = OutageClock(seconds, bucket.heal)
         publisher.outage.clock, publisher.outage.wait = clock, clock.wait
         publisher.publish(tiny.weights(0), wait=True)
         for version in range(1, 5):
@@ -131,7 +115,7 @@ def test_a_commit_whose_answer_was_lost_is_built_upon(bucket):
 
 def test_a_limit_ends_the_training_with_the_reason(bucket):
     publisher = publisher_of(bucket, max_outage=120.0)
-    clock = FakeClock(0, None)
+    clock = OutageClock(0, None)
     publisher.outage.clock, publisher.outage.wait = clock, clock.wait
     publisher.publish(tiny.weights(0), wait=True)
     bucket.fail(times=None)
@@ -146,7 +130,7 @@ def test_a_limit_ends_the_training_with_the_reason(bucket):
 
 def test_one_warning_a_minute(caplog):
     outage = Outage("memory://", None)
-    clock = FakeClock(0, None)
+    clock = OutageClock(0, None)
     outage.clock, outage.wait = clock, clock.wait
     with caplog.at_level(logging.WARNING):
         while clock.now < 600:
