@@ -18,14 +18,17 @@ import ledgers
 import worlds
 from exploring import Bounds, Found, World, explore
 from ledgers import consumption
+from relays import relays
 from stepping import ScriptedBucket
 
 from deltawire.errors import CorruptError
 from deltawire.runtime.lease import Lease
 from deltawire.sync.chain import gc_intents, history, retention
 from deltawire.sync.chain.evidence import Absent, Sound
+from deltawire.sync.maintain.relay import Relay
 from deltawire.sync.publish import commit
 from deltawire.sync.publish.publisher import Publisher
+from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
 
 NO_ANSWER = frozenset({"lost", "late"})
@@ -87,6 +90,9 @@ CASES = [
     Case("retention, a writer, a reader", _read, Bounds()),
     Case("leases of two processes", leases.leases, Bounds(1), small=True),
     Case("leases of three processes", partial(leases.leases, 3), Bounds(1)),
+    Case("a relay, a writer, a reader", partial(relays, reading=True), Bounds(), small=True),
+    Case("a relay, a writer", relays, Bounds(1)),
+    Case("two relays, a writer", partial(relays, count=2), Bounds()),
     Case("consumption", consumption, Bounds(), small=True),
     Case("consumption, groups deleted", partial(consumption, trims=True), Bounds()),
     Case("consumption of one group", partial(consumption, groups=1, steps=1), Bounds(1)),
@@ -127,6 +133,10 @@ def _listed_once(self: Any, prefix: str, *, after: str | None = None) -> Any:
 
 
 _LIST = ScriptedBucket.list_objects
+
+
+def _unchecked(self: Relay) -> bytes | None:
+    return self.source.get(keys.RUN, limit=1 << 20)
 
 
 def _any_lease(self: Lease) -> bool:
@@ -220,6 +230,10 @@ BROKEN = [
     Broken(
         "a process that asks once whether it was replaced", leases.leases, Bounds(1),
         "after a later one", (_patch(Lease, "confirm", _confirm_once),),
+    ),
+    Broken(
+        "a relay that does not check what it copies", relays, Bounds(1, kinds=BAD),
+        "is not what the source has", (_patch(Relay, "_run_at_source", _unchecked),),
     ),
     Broken(
         "a trainer that does not read what was consumed", consumption, Bounds(), "consumed twice",

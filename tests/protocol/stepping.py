@@ -22,6 +22,7 @@ from unittest import mock
 from deltawire.errors import DeltawireError, RetryError
 from deltawire.store import Bucket, ObjectMeta, retrying
 from deltawire.sync.chain import gc_intents
+from deltawire.sync.maintain.region_anchors import RegionAnchors
 from deltawire.sync.publish import interpreter_exit
 
 URL = "memory://protocol"
@@ -320,6 +321,7 @@ def scripted() -> Iterator[None]:
             (time, "time", lambda: 1.8e9),
             (time, "monotonic", lambda: 0.0),
             (secrets, "token_hex", _running.token),
+            (RegionAnchors, "wake", lambda *_: None),  # It starts a thread.
             *((interpreter_exit, name, nothing) for name in AT_EXIT),
         ):
             stack.enter_context(mock.patch.object(owner, attribute, value))
