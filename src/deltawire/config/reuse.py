@@ -28,8 +28,8 @@ class ReuseConfig(Section, frozen=True, kw_only=True):
     turns: Count = 1
     """Turns of the model that they share."""
     train: Literal["once", "every"] = "once"
-    """Train on shared tokens once, with the mean advantage of the episodes that share them, or once
-    for every such episode, with its advantage."""
+    """Train on shared tokens once, with the sum of the advantages of the episodes that share them,
+    relative to those that do not, or once for every such episode, with its advantage."""
 
     def contradiction(self, group_size: int, turns: int) -> tuple[str, str] | None:
         """Finds settings that contradict each other: the reason and what to do, or None.

@@ -181,7 +181,8 @@ def token_advantages(
         torch.tensor([prompts[number] for number, _ in rewards]),
     )
     advantages = dict(zip(rewards, values.tolist(), strict=True))
-    return advantages, shared_spans(groups, advantages)
+    centred = config.train.loss.advantage != "given"
+    return advantages, shared_spans(groups, advantages, centred=centred)
 
 
 def batch_loss(

@@ -1,6 +1,7 @@
-"""Tokens that episodes share are trained on once, with the mean advantage, unless told otherwise;
+"""Tokens that episodes share are trained on once, as if drawn separately, unless told otherwise;
 a thought that is cut has the advantages of its parts, and each answer has its own."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -72,15 +73,57 @@ def gradients(group, config):
     return -logprobs.grad.numpy() * totals_of([trained], config).tokens
 
 
-def test_shared_tokens_are_trained_on_once_with_the_mean_advantage():
+def test_shared_tokens_are_trained_on_once_relative_to_who_does_not_share_them():
     found = gradients(SHARED, config_of())
-    assert found[0].tolist() == pytest.approx(
-        [1 / 6 - 1 / 3, 1 / 6 - 1 / 3, 0, 0, 0.5, 0], abs=1e-6
-    )
+    assert found[0].tolist() == pytest.approx([-1.5, -1.5, 0, 0, 0.5, 0], abs=1e-6)
     assert found[1].tolist() == pytest.approx([0, 0, 0, 0, -0.5, 0])
     assert found[2].tolist() == pytest.approx([0, 0, -0.5, -0.5, 0, 0])
     assert found[3].tolist() == pytest.approx([0.5] * 6)
     assert totals_of([SHARED], config_of()).tokens == 5 + 1 + 2 + 6
+
+
+PLANS = (0.3, 0.7)
+"""The probability of each plan, and by plan that of each answer and its reward."""
+ANSWERS = ((0.6, 0.4), (0.2, 0.8))
+REWARDS = ((0.0, 1.0), (0.25, 0.9))
+
+
+def expected_gradient(advantage, sharing, mode="once"):
+    """The expected gradient of the loss by the plan's logit, over all groups of four episodes of
+    which ``sharing`` share each plan, by enumeration."""
+    config = config_of(mode, loss={"advantage": advantage})
+    total = 0.0
+    for plans in itertools.product(range(2), repeat=4 // sharing):
+        for answers in itertools.product(range(2), repeat=4):
+            probability, rows = float(np.prod([PLANS[plan] for plan in plans])), []
+            for number, answer in enumerate(answers):
+                plan = plans[number // sharing]
+                probability *= ANSWERS[plan][answer]
+                text, reward = bytes([65 + plan, 67 + answer]), REWARDS[plan][answer]
+                first = number - number % sharing
+                shares = number != first
+                rows.append(reusing(text, reward, first, 1) if shares else trajectory(text, reward))
+            (group,) = with_reused_tokens([group_of(*rows)], config)
+            advantages, spans = token_advantages([group], config)
+            for number, t in enumerate(group.trajectories):
+                found = spans.get((0, number), [TokenSpan(0, 1, advantages[0, number])])
+                plan = int(t.tokens_T[0]) - 65
+                score = (plan == 1) - PLANS[1]
+                total += probability * score * found[0].advantage * float(t.mask_T[0])
+    return total
+
+
+@pytest.mark.parametrize("advantage", ["leave_one_out", "group_mean"])
+def test_shared_tokens_have_the_expectation_of_separate_samples(advantage):
+    separate = expected_gradient(advantage, 1)
+    assert expected_gradient(advantage, 2) == pytest.approx(separate, rel=1e-5)
+    every = expected_gradient(advantage, 2, "every")
+    assert every == pytest.approx((1 - 1 / 3) * separate, rel=1e-5), "what the document states"
+
+
+def test_shared_tokens_of_divided_advantages_are_as_far_off_as_the_document_states():
+    ratio = expected_gradient("group_std", 2) / expected_gradient("group_std", 1)
+    assert ratio == pytest.approx(1.145, abs=0.005)
 
 
 def test_told_to_they_are_trained_on_with_every_episode():
@@ -95,7 +138,7 @@ def test_the_spans_state_who_shares():
     assert advantages == pytest.approx({(0, 0): 0.5, (0, 1): -0.5, (0, 2): -0.5, (0, 3): 0.5})
     assert list(spans) == [(0, 0)]
     assert spans[0, 0] == [
-        TokenSpan(0, 2, pytest.approx(-1 / 6)),
+        TokenSpan(0, 2, pytest.approx(-1.5)),
         TokenSpan(2, 4, pytest.approx(0.0)),
     ]
 

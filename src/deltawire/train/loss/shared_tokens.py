@@ -1,15 +1,17 @@
 """Advantages of tokens that several episodes share, and of thoughts that are cut at each budget.
 
-A token that was drawn once and is reused by others is trained on once: its advantage is the mean of
-the advantages of the episodes that share it, so that its gradient has less variance and the same
-expectation as with one of them. With ``rollout.reuse.train = "every"`` it is instead trained on as
-part of each of them (`with_reused_tokens`). Tokens of a thought have the advantages of
+A token that was drawn once and is reused by others is trained on once, with the sum of the
+advantages of the episodes that share it, each relative to the episodes that do not. So its gradient
+has the expectation of as many separate samples. With ``rollout.reuse.train = "every"`` it is
+instead trained on as part of each of them, with that episode's advantage (`with_reused_tokens`).
+Tokens of a thought have the advantages of
 `deltawire.train.loss.anytime`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -51,26 +53,46 @@ def with_reused_tokens(groups: Sequence[Group], config: RunConfig) -> Sequence[G
     ]
 
 
-def shared_spans(groups: Sequence[Group], advantages: Episodes) -> Spans:
-    """Returns the mean advantages of tokens that several episodes share."""
+def shared_spans(groups: Sequence[Group], advantages: Episodes, *, centred: bool = True) -> Spans:
+    """Returns the advantages of tokens that several episodes share.
+
+    Of n episodes with advantages Aᵢ, let K share a token and m be the mean of the others'. Its
+    advantage is (n − 1) / n · Σ over K of (Aᵢ − m). A baseline that contains other sharers would
+    depend on the token itself. Without sharers this is Aᵢ of ``group_mean`` and ``leave_one_out``,
+    whose expectation it has for any sharing. Advantages that are not ``centred`` are added up. If
+    all share a token there is nothing to compare with, and it has none.
+    """
     spans: Spans = {}
     for number, group in enumerate(groups):
         trained = {place: (episode, t) for place, episode, t in group.trained()}
-        sharers: dict[int, list[tuple[int, float]]] = {}
+        of_group = {episode: advantages[number, episode] for episode, _ in trained.values()}
+        sharers: dict[int, list[tuple[int, int]]] = {}
         for place, (episode, t) in trained.items():
             if t.reuse is not None and t.reuse.source != place:
-                value = advantages[number, episode]
-                sharers.setdefault(t.reuse.source, []).append((t.reuse.count, value))
+                sharers.setdefault(t.reuse.source, []).append((t.reuse.count, episode))
         for source, others in sharers.items():
-            own = advantages[number, trained[source][0]]
+            own = trained[source][0]
             start = 0
             for end in sorted({count for count, _ in others}):
-                values = [own, *(value for count, value in others if count >= end)]
-                spans.setdefault((number, source), []).append(
-                    TokenSpan(start, end, float(np.mean(values)))
-                )
+                sharing = {own, *(episode for count, episode in others if count >= end)}
+                value = _shared_advantage(of_group, sharing, centred=centred)
+                spans.setdefault((number, source), []).append(TokenSpan(start, end, value))
                 start = end
     return spans
+
+
+def _shared_advantage(
+    advantages: Mapping[int, float], sharing: Collection[int], *, centred: bool
+) -> float:
+    """Returns the advantage of a token that these episodes of a group share."""
+    total = math.fsum(advantages[episode] for episode in sharing)
+    if not centred:
+        return total
+    others = [value for episode, value in advantages.items() if episode not in sharing]
+    if not others:
+        return 0.0
+    count = len(advantages)
+    return (count - 1) / count * (total - len(sharing) * math.fsum(others) / len(others))
 
 
 def budget_relative(
