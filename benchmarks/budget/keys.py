@@ -28,6 +28,9 @@ KEYS: Final[dict[str, Key]] = {
     "forecast_error_like": Key(
         "forecasts", "<=", 0.03, "forecast_error with the runs of the other seeds as a prior"
     ),
+    "forecast_coverage_other": Key(
+        "other_curves", ">=", 0.8, "90 % intervals that hold on curves of other forms, the worst"
+    ),
     "auto_vs_best_fixed": Key(
         "controlled", ">=", -1, "accuracy of the controller less the best fixed budget, in errors"
     ),
