@@ -1,14 +1,16 @@
-"""``attack_shift``: the share of the honest gain that liars and a coordinated cohort take away.
+"""``attack_shift`` and ``critics_trained``: what liars take away, and whether critics are heard.
 
-The learner's own code (records, join window, rewards, caps, quarantine, advantages) learns from
+The learner's own code (records, join window, rewards, turns, caps, advantages) learns from
 simulated users in simulated time. In place of the model there is a table of logits, one for each
 kind of request and style of answer, which takes the policy gradient of the groups that the learner
 makes, or with the loss `KTO` the gradient of that against uniform answers. So true satisfaction is
 known without sampling, and a run takes seconds.
 
-Each seed runs honest, attacked by 2 % liars and a cohort of 2 % that asks five times as often, and
-attacked without caps and quarantine. The shift is 1 − gain attacked / gain honest, of the sums over
-the seeds: the gain of one seed may be small.
+The attackers act together: they accept flattery and reject all else, report about every answer,
+ask `FACTOR` times as often as others, have answers of `LONG` tokens, which the loss weighs by
+tokens, and send another task and another cohort with each request. Each seed runs honest, attacked,
+and attacked without limits. The shift is 1 − gain attacked / gain honest, of the sums over the
+seeds: the gain of one seed may be small. `SHARES` is the curve over the share of attackers.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from deltawire.wire import keys
 from deltawire.wire.captures import Capture, Feedback, encode_row, encode_segment
 from deltawire.wire.lineage import LearnedAnswer
 
-SEEDS = 5
+SEEDS = 2
 SECONDS = 240
 RATE = 20
 LEARN_EVERY_S = 4
@@ -43,25 +45,26 @@ LEARNING_RATE = 0.25
 KTO_RATE = 4.0
 BEGAN = 1_000_000.0
 HONEST = UserSettings(users=200, kinds=4)
-ATTACK = {"liars": 0.02, "cohort": 0.02}
+FACTOR, LONG = 5.0, 20
+SHARE = 0.05
+SHARES = (0.05, 0.1, 0.2, 0.3)
+CRITICS, CRITIC_SEEDS, CRITIC_REPORTS = 0.05, 20, 20
 KTO = {
     "surrogate": "kto", "advantage": "given", "aggregation": "seq_mean_token_mean",
     "kto": {"beta": 0.5},
 }  # fmt: skip
-UNLIMITED: dict[str, Any] = {"user_cap": 1.0, "cohort_cap": 1.0, "outlier_limit": 0.0}
+UNLIMITED: dict[str, Any] = {"user_cap": 1.0, "user_ratio": 0.0}
 
 
 @dataclass(frozen=True)
 class LearnedPolicy:
-    """The end of a run: true satisfaction at first and at last, answers trained on, those of
-    attackers, and the users and cohorts that were in quarantine."""
+    """The end of a run: true satisfaction at first and at last, answers trained on, and those of
+    attackers."""
 
     first: float
     last: float
     trained: int
     of_attackers: int
-    users_out: int
-    cohorts_out: int
 
     @property
     def gain(self) -> float:
@@ -73,12 +76,12 @@ def config_of(loss: dict[str, Any] | None = None, **live: Any) -> RunConfig:
     """The learner's configuration, with these values in its section."""
     values = {
         "name": "bandit",
-        "rollout": {"group_size": GROUP, "max_tokens": 4},
+        "rollout": {"group_size": GROUP, "max_tokens": LONG},
         "train": {"loss": loss or {"advantage": "given"}},
         "trust": {"rescore_share": 0.0},
         "live": {
             "rewards": {"accept": 0.75, "reject": -0.25, "kept_share": 0.5},
-            "baseline": "value_tracker", "window_s": 60.0, "settle_s": 3.0, "cohort_cap": 0.25,
+            "baseline": "value_tracker", "window_s": 60.0, "settle_s": 3.0,
             **live,
         },
     }  # fmt: skip
@@ -92,14 +95,16 @@ def learn(settings: UserSettings, config: RunConfig, *, seconds: int = SECONDS) 
     logits = np.zeros((settings.kinds, len(STYLES)))
     records = LiveRecords(bucket)
     maker = GroupMaker(config, records)
-    attackers = {_pseudonym(u.name) for u in population.users if u.role in ("liar", "cohort")}
+    attackers = {_pseudonym(u.name) for u in population.users if u.role == "cohort"}
     first = _satisfaction(population, logits)
     waiting: list[tuple[float, int, Feedback]] = []
+    # Attackers ask on top of what honest users ask.
+    rate = RATE * (1 + settings.cohort * (settings.cohort_factor - 1))
     version = trained = of_attackers = number = 0
     for second in range(seconds):
         now = BEGAN + second
         rows = []
-        for _ in range(RATE):
+        while number < rate * (second + 1):
             row, reports = _serve(population, number, logits, version, now, chance)
             rows.append(row)
             for place, report in enumerate(reports):
@@ -108,7 +113,7 @@ def learn(settings: UserSettings, config: RunConfig, *, seconds: int = SECONDS) 
         due = []
         while waiting and waiting[0][0] <= now:
             due.append(heapq.heappop(waiting)[2])
-        _put(bucket, second, rows, due)
+        store_rows(bucket, second, rows, due)
         records.poll()
         while second % LEARN_EVERY_S == 0 and (answers := maker.prepare(now, GROUP)) is not None:
             step = _kto_step if config.train.loss.traits.good_or_bad else _step
@@ -116,15 +121,12 @@ def learn(settings: UserSettings, config: RunConfig, *, seconds: int = SECONDS) 
             version += 1
             trained += len(answers)
             of_attackers += sum(one.user in attackers for one in answers)
-    last = _satisfaction(population, logits)
-    return LearnedPolicy(
-        first,
-        last,
-        trained,
-        of_attackers,
-        len(maker.quarantined.users),
-        len(maker.quarantined.cohorts),
-    )
+    return LearnedPolicy(first, _satisfaction(population, logits), trained, of_attackers)
+
+
+def attacked(seed: int, share: float) -> UserSettings:
+    """Returns the users of a seed of whom this share attacks."""
+    return msgspec.structs.replace(HONEST, seed=seed, cohort=share, cohort_factor=FACTOR)
 
 
 def _serve(
@@ -142,11 +144,16 @@ def _serve(
         "answer": f"{number:032x}", "conversation": f"{number:032x}",
         "user": _pseudonym(request.user.name), "arm": "serving",
     }  # fmt: skip
+    evil = request.user.role == "cohort"
+    tokens = LONG if evil else 1
     row = Capture(
-        **names, turn=0, propensity=1.0, at=now, receipt="r", finish="stop", task=request.task,
-        cohort=request.user.cohort, prompt=np.array([request.kind], "<i4").tobytes(),
-        tokens=np.array([style], "<i4").tobytes(),
-        logprobs=np.array([np.log(shares[style])], "<f4").tobytes(), spans=[(version, 1)],
+        **names, turn=0, propensity=1.0, at=now, receipt="r", finish="stop",
+        task=f"task-{number}" if evil else request.task,
+        cohort=f"cohort-{number % 20}" if evil else request.user.cohort,
+        prompt=np.array([request.kind], "<i4").tobytes(),
+        tokens=np.full(tokens, style, "<i4").tobytes(),
+        logprobs=np.full(tokens, np.log(shares[style]), "<f4").tobytes(),
+        spans=[(version, tokens)],
     )  # fmt: skip
     reactions = population.reactions(request, ANSWERS[STYLES[style]], now - BEGAN)
     reports = [
@@ -166,7 +173,7 @@ def _step(
     _loss: LossConfig,
 ) -> None:
     """Takes one policy-gradient step with a group, with ratios to the drawing policy up to 2."""
-    step = np.zeros_like(logits)
+    step, total = np.zeros_like(logits), 0
     for one in answers:
         capture = records.answers[one.answer]
         kind, style = int(capture.prompt_ids[0]), int(capture.token_ids[0])
@@ -174,8 +181,9 @@ def _step(
         ratio = min(2.0, shares[style] / float(np.exp(capture.token_logprobs[0])))
         direction = -shares
         direction[style] += 1.0
-        step[kind] += one.advantage * one.weight * ratio * direction
-    logits += LEARNING_RATE * step / len(answers) * len(logits)
+        step[kind] += len(capture.token_ids) * one.advantage * one.weight * ratio * direction
+        total += len(capture.token_ids)
+    logits += LEARNING_RATE * step / total * len(logits)
 
 
 def _kto_step(
@@ -207,7 +215,8 @@ def _kto_step(
     logits -= KTO_RATE * table.grad.numpy() * len(logits)
 
 
-def _put(bucket: Bucket, number: int, rows: list[Capture], reports: list[Feedback]) -> None:
+def store_rows(bucket: Bucket, number: int, rows: list[Capture], reports: list[Feedback]) -> None:
+    """Stores answers and reports as a gateway's ``number``-th segments."""
     for place, found in ((keys.live_captures, rows), (keys.live_feedback, reports)):
         if found:
             data = encode_segment("g0", number, [encode_row(row) for row in found])
@@ -228,30 +237,56 @@ def _pseudonym(name: str) -> str:
     return f"{int(name.removeprefix('user-')):032x}"
 
 
+def critics_trained(seed: int) -> float:
+    """Returns the share of critics' answers that are trained on: 5 % of 200 satisfied users reject
+    all of their 20 answers, and all answers are offered at once."""
+    chance = np.random.default_rng((seed, 29))
+    bucket = open_bucket("memory://")
+    critics = set(chance.choice(HONEST.users, round(CRITICS * HONEST.users), replace=False))
+    rows, reports = [], []
+    for number in range(HONEST.users * CRITIC_REPORTS):
+        user = number % HONEST.users
+        liked = user not in critics and chance.random() < 0.9
+        names: dict[str, Any] = {
+            "answer": f"{number:032x}", "conversation": f"{number:032x}", "user": f"{user:032x}",
+            "arm": "serving",
+        }  # fmt: skip
+        rows.append(Capture(
+            **names, turn=0, propensity=1.0, at=BEGAN, receipt="r", finish="stop",
+            prompt=np.array([0], "<i4").tobytes(), tokens=np.array([0], "<i4").tobytes(),
+            logprobs=np.array([-1.0], "<f4").tobytes(), spans=[(0, 1)],
+        ))  # fmt: skip
+        reports.append(Feedback(
+            **names, id=f"r{number}", kind="accept" if liked else "reject", value=1.0,
+            at=BEGAN + 1, received=BEGAN + 1, served_at=BEGAN,
+        ))  # fmt: skip
+    store_rows(bucket, 0, rows, reports)
+    records = LiveRecords(bucket)
+    records.poll()
+    maker, found = GroupMaker(config_of(), records), 0
+    while (answers := maker.prepare(BEGAN + 30, GROUP)) is not None:
+        found += sum(int(one.user, 16) in critics and one.weight > 0 for one in answers)
+    return found / (len(critics) * CRITIC_REPORTS)
+
+
 def measure(options: Options) -> Measured:
-    """Measures the key."""
+    """Measures both keys."""
+    seeds = range(options.seed, options.seed + SEEDS)
     capped, unlimited = config_of(), config_of(**UNLIMITED)
-    kto = config_of(KTO, baseline="sign")
-    found: dict[str, list[LearnedPolicy]] = {
-        name: [] for name in ("honest", "attacked", "unlimited", "honest_kto")
-    }
-    for seed in range(options.seed, options.seed + SEEDS):
-        honest = msgspec.structs.replace(HONEST, seed=seed)
-        attacked = msgspec.structs.replace(honest, **ATTACK)
-        found["honest"].append(learn(honest, capped))
-        found["attacked"].append(learn(attacked, capped))
-        found["unlimited"].append(learn(attacked, unlimited))
-        found["honest_kto"].append(learn(honest, kto))
-    gains = {name: sum(one.gain for one in runs) for name, runs in found.items()}
-    details: dict[str, Any] = {
-        name: {
-            "gain": gains[name] / SEEDS,
-            "last": float(np.mean([one.last for one in runs])),
-            "attackers_share": sum(r.of_attackers for r in runs) / sum(r.trained for r in runs),
-            "users_out": float(np.mean([one.users_out for one in runs])),
-            "cohorts_out": float(np.mean([one.cohorts_out for one in runs])),
-        }
-        for name, runs in found.items()
-    }
-    details["attack_shift_without_limits"] = 1 - gains["unlimited"] / gains["honest"]
-    return Measured({"attack_shift": 1 - gains["attacked"] / gains["honest"]}, details)
+    honest = sum(learn(attacked(seed, 0.0), capped).gain for seed in seeds)
+    kto = sum(learn(attacked(seed, 0.0), config_of(KTO, baseline="sign")).gain for seed in seeds)
+    details: dict[str, Any] = {"honest": honest / SEEDS, "honest_kto": kto / SEEDS}
+    for share in SHARES:
+        for name, config in (("limited", capped), ("unlimited", unlimited)):
+            runs = [learn(attacked(seed, share), config) for seed in seeds]
+            details[f"{name}_{share:g}"] = {
+                "shift": 1 - sum(one.gain for one in runs) / honest,
+                "attackers_share": sum(r.of_attackers for r in runs) / sum(r.trained for r in runs),
+            }
+    shifts = {name: details[f"{name}_{SHARE:g}"]["shift"] for name in ("limited", "unlimited")}
+    details["attack_shift_without_limits"] = shifts["unlimited"]
+    critics = [critics_trained(seed) for seed in range(CRITIC_SEEDS)]
+    values: dict[str, bool | float] = {
+        "attack_shift": shifts["limited"], "critics_trained": min(critics)
+    }  # fmt: skip
+    return Measured(values, details)

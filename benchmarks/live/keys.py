@@ -30,7 +30,19 @@ KEYS: Final[dict[str, Key]] = {
     ),
     "satisfaction_gain_errors": Key("satisfaction", ">=", 3.0, "that gain over its standard error"),
     "attack_shift": Key(
-        "bandit", "<=", 0.1, "share of the honest gain that 2 % liars and a cohort take, limits on"
+        "bandit", "<=", 0.1, "share of the honest gain that 10 % of users take who lie together"
+    ),
+    "largest_user_influence": Key(
+        "influence", "<=", 1.2, "one user's largest share of a gradient over user_cap, any lengths"
+    ),
+    "answer_lag": Key(
+        "freshness", "<=", 1.5, "mean versions until an answer is trained on, at triple supply"
+    ),
+    "rejections_as_silence": Key(
+        "delays", "<=", 0.05, "rejections that come after training on silence, worst of 5 worlds"
+    ),
+    "critics_trained": Key(
+        "bandit", ">=", 0.95, "answers of critics that are trained on, the worst of 20 seeds"
     ),
     "false_promotion_worst": Key(
         "canary", "<=", 0.05, "canaries that promote a drop equal to the margin, worst of 8 worlds"

@@ -74,7 +74,7 @@ def config_of() -> RunConfig:
         "trust": {"rescore_share": 0.0},
         "live": {
             "rewards": {CLICK: 1.0}, "baseline": "value_tracker", "window_s": 60.0,
-            "settle_s": 1.0, "max_age_s": 1e9, "outlier_limit": 0.0,
+            "settle_s": 1.0, "max_age_s": 1e9,
         },
     }  # fmt: skip
     return parse_config(values, source="logged")

@@ -385,7 +385,7 @@ def live_stage():
         put_rows(
             bucket, number,
             [answer(n, user=owners.get(n)) for n in numbers],
-            [report(n, user=owners.get(n)) for n in numbers],
+            [report(n, user=owners.get(n), value=float(n % 3 == 0)) for n in numbers],
         )  # fmt: skip
         records.poll()
         groups = groups or LiveGroups(bucket, "live", GroupMaker(config_of(), records), first=0)

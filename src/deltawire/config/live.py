@@ -51,12 +51,11 @@ class LiveConfig(Section, frozen=True, kw_only=True):
     half_life_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """An answer's weight halves with each such time since it was served; 0 keeps it."""
     user_cap: Fraction = 0.0
-    """Largest share of one user in a group; 0 derives twice an equal share, `largest_share`."""
-    cohort_cap: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Largest share of one cohort."""
-    outlier_limit: Annotated[float, Meta(ge=0, le=1e6)] = 4.0
-    """Users and cohorts whose rewards lie so many deviations from everybody's are quarantined:
-    their answers wait until that is no longer so. 0 is never."""
+    """Largest share of one user in the influence of a group (weight, advantage and tokens); 0
+    derives twice an equal share, `largest_share`."""
+    user_ratio: Annotated[float, Meta(ge=0, le=1e6)] = 1.5
+    """Most answers of one user over those of the median user, in the last 32 groups; 0 is no
+    limit."""
     planted: dict[Literal["gate", "users"], Count] = {}
     """Versions that the trainer spoils before it publishes them, to show that releases stop them:
     ``gate`` one that held-out suites see, ``users`` one that only users see. Simulated users only

@@ -419,8 +419,10 @@ def _train_of_before(train: dict[str, Any]) -> dict[str, Any]:
 
 def _live_of_before(live: dict[str, Any]) -> dict[str, Any]:
     """Returns the section ``live`` of a run that an earlier release created, in today's keys."""
+    # Labels that clients choose limit nothing any more.
+    kept = {key: value for key, value in live.items() if key not in ("cohort_cap", "outlier_limit")}
     # This was the default, for groups of any size; those below 21 could not satisfy it.
-    return {key: value for key, value in live.items() if (key, value) != ("user_cap", 0.05)}
+    return {key: value for key, value in kept.items() if (key, value) != ("user_cap", 0.05)}
 
 
 def _hint_for(text: str) -> str:

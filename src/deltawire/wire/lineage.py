@@ -23,7 +23,8 @@ _Finite = Annotated[float, Meta(ge=-1e9, le=1e9)]
 
 class LearnedAnswer(msgspec.Struct, frozen=True, array_like=True):
     """One answer of a group: its reward before any baseline, the advantage that was trained on,
-    the cap's ``weight`` from 0 to 1, and the seconds from serving to grouping."""
+    the cap's ``weight`` from 0 to 1, the seconds from serving to grouping, and whether it was
+    trained on as silence."""
 
     answer: Identity
     user: Pseudonym
@@ -31,6 +32,16 @@ class LearnedAnswer(msgspec.Struct, frozen=True, array_like=True):
     advantage: _Finite
     weight: Annotated[float, Meta(ge=0, le=1)]
     age_s: Annotated[float, Meta(ge=0, le=1e12)]
+    silent: bool = False
+
+
+class Correction(msgspec.Struct, frozen=True, array_like=True):
+    """An answer of an earlier lineage of the same worker whose ``reward`` became another one by a
+    report that came after it was trained on; ``at`` is when the learner saw that."""
+
+    answer: Identity
+    reward: _Finite
+    at: float
 
 
 class Lineage(
@@ -40,7 +51,7 @@ class Lineage(
 
     The group's trajectories are the ``answers``, in order. A lineage whose group does not exist
     claims its answers nonetheless: the worker stores the group when it starts again. ``rules`` is
-    the BLAKE3 of the reward's configuration.
+    the BLAKE3 of the reward's configuration. ``corrections`` are those since the last lineage.
     """
 
     worker: Annotated[str, Meta(max_length=64)]
@@ -48,6 +59,7 @@ class Lineage(
     at: float
     rules: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     answers: Annotated[list[LearnedAnswer], Meta(min_length=1, max_length=MAX_ANSWERS)]
+    corrections: Annotated[list[Correction], Meta(max_length=MAX_ANSWERS)] = []
 
 
 def without_users(lineage: Lineage, users: Container[str]) -> Lineage:

@@ -1,25 +1,24 @@
-"""2 % liars and a coordinated cohort: how much of the honest gain they take, with limits and
-without."""
+"""Users who lie together, with and without limits, and critics."""
 
-import msgspec
 import pytest
 
-from benchmarks.live.bandit import ATTACK, HONEST, UNLIMITED, config_of, learn
+from benchmarks.live.bandit import UNLIMITED, attacked, config_of, critics_trained, learn
 
-SHIFT = 0.1
+SHARE, SHIFT = 0.05, 0.15
 SECONDS = 200
 
 
 @pytest.mark.drills
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_liars_and_a_cohort_take_at_most_a_tenth_of_the_gain(seed):
-    honest = msgspec.structs.replace(HONEST, seed=seed)
-    attacked = msgspec.structs.replace(honest, **ATTACK)
-    alone = learn(honest, config_of(), seconds=SECONDS)
-    limited = learn(attacked, config_of(), seconds=SECONDS)
-    unlimited = learn(attacked, config_of(**UNLIMITED), seconds=SECONDS)
-    assert alone.gain > 0.2
-    assert limited.gain >= (1 - SHIFT) * alone.gain
-    # The limits are what keeps them out: without them, attackers are far more of the data.
-    assert limited.of_attackers / limited.trained < 0.8 * unlimited.of_attackers / unlimited.trained
-    assert limited.cohorts_out == 1
+@pytest.mark.long
+def test_one_liar_in_twenty_takes_little_of_the_gain_and_all_of_it_without_limits():
+    honest = learn(attacked(0, 0.0), config_of(), seconds=SECONDS)
+    limited = learn(attacked(0, SHARE), config_of(), seconds=SECONDS)
+    unlimited = learn(attacked(0, SHARE), config_of(**UNLIMITED), seconds=SECONDS)
+    assert honest.gain > 0.2
+    assert limited.gain >= (1 - SHIFT) * honest.gain
+    assert unlimited.gain < (1 - SHIFT) * honest.gain
+
+
+@pytest.mark.drills
+def test_critics_are_trained_on():
+    assert critics_trained(0) >= 0.95

@@ -57,7 +57,12 @@ def learn(bucket, life):
 def test_every_answer_is_in_one_group_after_two_deaths(first, second, after):
     bucket = open_bucket("memory://")
     numbers = range(1, ANSWERS + 1)
-    put_rows(bucket, 0, [answer(n) for n in numbers], [report(n) for n in numbers])
+    put_rows(
+        bucket,
+        0,
+        [answer(n) for n in numbers],
+        [report(n, value=float(n % 3 == 0)) for n in numbers],
+    )
     for life, at in enumerate((first, second)):
         try:
             learn(Dying(bucket, at, after=after), life)
@@ -79,7 +84,12 @@ def test_every_answer_is_in_one_group_after_two_deaths(first, second, after):
 def test_two_learners_of_one_name_do_not_share_a_number():
     bucket = open_bucket("memory://")
     numbers = range(1, ANSWERS + 1)
-    put_rows(bucket, 0, [answer(n) for n in numbers], [report(n) for n in numbers])
+    put_rows(
+        bucket,
+        0,
+        [answer(n) for n in numbers],
+        [report(n, value=float(n % 3 == 0)) for n in numbers],
+    )
     one, _ = learner_of(bucket, 0)
     other, _ = learner_of(bucket, 0)
     assert one.store("nonce-one", NOW + 100)

@@ -64,7 +64,6 @@ every = 0
 [live]
 settle_s = 0.5
 user_cap = 0.5
-outlier_limit = 0.0
 max_age_s = 36000.0
 """
 TOKENS = {

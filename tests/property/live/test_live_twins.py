@@ -2,7 +2,6 @@
 
 import math
 import random
-import statistics
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,16 +18,18 @@ from deltawire.live.learning.advantages import (
     batch_normalized,
 )
 from deltawire.live.learning.influence import (
-    COMPARED_REPORTS,
-    LEAST_REPORTS,
-    LEAST_USERS,
     age_weights,
-    cap_weights,
+    cap_influence,
     capped_sums,
-    effective_sample_size,
-    outlying_users,
+    influence_sizes,
 )
-from deltawire.live.learning.window import JoinWindow, fit_delays
+from deltawire.live.learning.window import (
+    DelayModel,
+    JoinWindow,
+    fit_delays,
+    sampled,
+    share_up_to,
+)
 
 REWARDS = st.lists(st.tuples(st.floats(-1, 1), st.floats(0.01, 1)), min_size=1, max_size=40)
 
@@ -114,8 +115,8 @@ def test_no_answer_is_part_of_its_own_baseline():
             return super().value(one)
 
     seen = []
-    found = advantages(Watching(0, 1), [case(), case()], np.array([0.0, 1.0]), np.ones(2), [0, 0])
-    assert seen == ["value", "value", "add", "add"]
+    found = advantages(Watching(0, 1), [case(), case()], np.array([0.0, 1.0]), np.ones(2))
+    assert seen == ["value", "value"]
     assert found[0] == -found[1] < 0
 
 
@@ -143,80 +144,84 @@ def test_caps_are_the_fixed_point_of_lowering(sums, cap):
 
 @given(
     st.lists(
-        st.tuples(st.floats(0.01, 1), st.sampled_from("abcdefgh"), st.sampled_from(["", "x", "y"])),
+        st.tuples(st.floats(0.01, 1), st.floats(0, 5000), st.sampled_from("abcdefgh")),
         min_size=1, max_size=50,
     ),
-    st.sampled_from([0.2, 0.4, 1.0]), st.sampled_from([0.3, 0.6, 1.0]),
+    st.sampled_from([0.2, 0.4, 1.0]),
 )  # fmt: skip
-def test_no_user_and_no_cohort_weighs_more_than_its_cap(rows, user_cap, cohort_cap):
-    weights, users, cohorts = (list(column) for column in zip(*rows, strict=True))
-    found = cap_weights(np.array(weights), users, cohorts, user_cap=user_cap, cohort_cap=cohort_cap)
+def test_no_user_has_more_influence_than_its_cap(rows, cap):
+    weights, sizes, users = (list(column) for column in zip(*rows, strict=True))
+    found = cap_influence(np.array(weights), np.array(sizes), users, cap)
     assert (found <= np.array(weights) + 1e-12).all()
-    total = found.sum()
-    for names, cap in ((users, user_cap), (cohorts, cohort_cap)):
-        for name in set(names) - {""}:
-            share = sum(w for w, n in zip(found, names, strict=True) if n == name)
-            assert share <= cap * total * (1 + 1e-5)
+    total = float(found @ np.array(sizes))
+    for name in set(users):
+        rows_of = zip(found, sizes, users, strict=True)
+        share = sum(w * s for w, s, n in rows_of if n == name)
+        assert share <= cap * total * (1 + 1e-5)
 
 
 def test_few_users_are_not_trained_on_and_liars_are_bounded():
-    alone = cap_weights(np.ones(8), ["a"] * 8, [""] * 8, user_cap=0.25, cohort_cap=1.0)
+    alone = cap_influence(np.ones(8), np.ones(8), ["a"] * 8, 0.25)
     assert not alone.any()
     users = ["liar"] * 90 + [f"u{n}" for n in range(50)]
-    found = cap_weights(np.ones(140), users, [""] * 140, user_cap=0.02, cohort_cap=1.0)
+    found = cap_influence(np.ones(140), np.ones(140), users, 0.02)
     assert found[:90].sum() / found.sum() == pytest.approx(0.02)
-    sybils = [f"s{n}" for n in range(100)] + [f"u{n}" for n in range(100)]
-    names = ["new"] * 100 + ["old"] * 100
-    found = cap_weights(np.ones(200), sybils, names, user_cap=0.05, cohort_cap=0.6)
-    assert found[:100].sum() / found.sum() == pytest.approx(0.5)
-    found = cap_weights(
-        np.ones(200), sybils, ["new"] * 100 + [""] * 100, user_cap=0.05, cohort_cap=0.1
-    )
-    assert found[:100].sum() / found.sum() == pytest.approx(0.1)
+    sizes = np.array([4000.0] + [50.0] * 50)
+    found = cap_influence(np.ones(51), sizes, [f"u{n}" for n in range(51)], 0.05)
+    assert found[0] * 4000 / (found @ sizes) == pytest.approx(0.05)
+    assert (found[1:] == 1).all(), "the others keep their weight"
 
 
-def test_ages_and_effective_sample_size():
+def test_influence_is_what_the_loss_adds_up():
+    advantages_E, tokens_E = np.array([1.0, -2.0]), np.array([10.0, 100.0])
+    for name in ("token_mean", "dr_grpo"):
+        assert influence_sizes(advantages_E, tokens_E, name).tolist() == [10.0, 200.0]
+    found = influence_sizes(advantages_E, tokens_E, "seq_mean_token_mean")
+    assert found.tolist() == [1.0, 2.0]
+
+
+def test_weights_of_ages():
     assert age_weights(np.array([0.0, 10.0, 20.0]), 10.0).tolist() == [1.0, 0.5, 0.25]
     assert age_weights(np.array([5.0]), 0.0).tolist() == [1.0]
-    assert effective_sample_size(np.ones(7)) == 7
-    assert effective_sample_size(np.array([1.0, 0.0])) == 1
-    assert effective_sample_size(np.zeros(3)) == 0
 
 
-def naive_likelihood(share, mean, delays, silent):
-    seen = sum(math.log(share / mean) - d / mean for d in delays)
-    return seen + sum(math.log(1 - share + share * math.exp(-e / mean)) for e in silent)
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda p: (min(p), max(p))),
+        min_size=1, max_size=30,
+    )
+)  # fmt: skip
+def test_shares_of_delays_are_those_of_the_formula(rows):
+    times, shares = share_up_to(*np.array(rows, np.float64).T)
+    for time, share in zip(times, shares, strict=True):
+        naive = 1.0
+        for later in {d for d, _ in rows if d > time}:
+            at_risk = sum(d <= later <= age for d, age in rows)
+            naive *= 1 - sum(d == later for d, _ in rows) / at_risk
+        assert share == pytest.approx(naive)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_fit_of_delays_finds_the_maximum_and_the_truth(seed):
-    rng = random.Random(seed)
-    delays, silent = [], []
-    for _ in range(3000):
-        age = rng.uniform(0, 600)
-        delay = rng.expovariate(1 / 120) if rng.random() < 0.4 else math.inf
-        (delays if delay <= age else silent).append(min(delay, age))
-    model = fit_delays(delays, silent)
-    assert model.share == pytest.approx(0.4, abs=0.05)
-    assert model.mean_s == pytest.approx(120, rel=0.2)
-    best = model.log_likelihood
-    assert best == pytest.approx(
-        naive_likelihood(model.share, model.mean_s, delays, silent), abs=1e-2
-    )
-    for share in np.linspace(0.05, 0.95, 19):
-        for mean in np.geomspace(20, 1000, 25):
-            assert naive_likelihood(share, mean, delays, silent) <= best + 1e-2
-    naive_share = len(delays) / 3000
-    assert abs(model.share - 0.4) < abs(naive_share - 0.4)
-    late = model.still_to_come(60)
-    expected = 0.4 * math.exp(-0.5) / (0.6 + 0.4 * math.exp(-0.5))
-    assert late == pytest.approx(expected, abs=0.05)
+def test_new_answers_do_not_make_delays_look_short(seed):
+    rng = np.random.default_rng(seed)
+    ages = rng.uniform(0, 1000, 20_000)
+    delays = rng.exponential(200, 20_000)
+    seen = delays <= np.minimum(ages, 1000)
+    rows = [*zip(delays[seen].tolist(), ages[seen].tolist(), strict=True)]
+    truth = 200 * -np.log(1 - 0.9 * (1 - np.exp(-5)))
+    times, shares = share_up_to(*np.array(rows).T)
+    assert times[np.searchsorted(shares, 0.9)] == pytest.approx(truth, rel=0.06)
+    naive = np.quantile(delays[seen], 0.9)
+    assert naive < 0.9 * truth, "without the correction"
+    model = fit_delays({"a": rows, "b": [(1.0, 1e3)] * 500}, 20_500, window_s=1e3, still_likely=0.1)
+    assert model.waits["b"] == 1.0
+    assert 0.98 * truth <= model.wait_s <= 1.2 * truth
 
 
 def test_states_of_the_window():
     window = JoinWindow(600, settle_s=30, still_likely=0.05)
-    model = fit_delays([60.0] * 20, [10_000.0] * 20)
-    assert model.mean_s == pytest.approx(60, rel=0.01)
+    model = DelayModel({"accept": 20.0, "reject": 200.0}, {"accept": 40, "reject": 40}, 0.5)
     assert window.state(10, None, None) == "waiting"
     assert window.state(10, 5, None) == "waiting"
     assert window.state(40, 5, None) == "matured"
@@ -225,57 +230,8 @@ def test_states_of_the_window():
     assert window.state(250, None, None) == "waiting"
     assert window.state(700, None, None) == "censored"
     assert window.state(700, 699, None) == "matured"
-    assert fit_delays([1.0] * 9, []) is None
-
-
-def naive_outliers(users, tasks, rewards, limit):
-    """The deviations in plain Python, from the definition."""
-    by_task, by_user = {}, {}
-    for task, reward in zip(tasks, rewards, strict=True):
-        by_task.setdefault(task, []).append(reward)
-    for user, task, reward in zip(users, tasks, rewards, strict=True):
-        by_user.setdefault(user, []).append(reward - statistics.fmean(by_task[task]))
-    means = {user: statistics.fmean(left) for user, left in by_user.items()}
-    compared = [user for user, left in by_user.items() if len(left) >= COMPARED_REPORTS and user]
-    if len(compared) < LEAST_USERS:
-        return set()
-    squares = sum((x - means[u]) ** 2 for u, left in by_user.items() for x in left)
-    within = squares / max(1, len(rewards) - len(by_user))
-    middle = statistics.median(means[u] for u in compared)
-    spread = 1.4826 * statistics.median(abs(means[u] - middle) for u in compared)
-    between = max(0.0, spread**2 - statistics.median(within / len(by_user[u]) for u in compared))
-    return {
-        user
-        for user, left in by_user.items()
-        if user
-        and len(left) >= LEAST_REPORTS
-        and abs(means[user] - middle) > limit * math.sqrt(between + within / len(left) + 1e-12)
-    }
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.floats(0.5, 6.0), st.integers(1, 30))
-def test_outlying_users_are_those_of_the_definition(seed, limit, count):
-    rng = random.Random(seed)
-    users = [rng.choice(["", *(f"u{n}" for n in range(count))]) for _ in range(200)]
-    tasks = [rng.choice("ab") for _ in users]
-    rewards = [
-        rng.gauss(0.3 * (t == "a") + (u == "u0"), 0.4) for u, t in zip(users, tasks, strict=True)
-    ]
-    found = outlying_users(users, tasks, np.array(rewards), limit=limit)
-    assert found == naive_outliers(users, tasks, rewards, limit)
-
-
-def test_a_liar_is_outlying_and_users_who_differ_honestly_are_not():
-    rng = random.Random(5)
-    users, rewards = [], []
-    for number in range(60):
-        mean = -0.5 if number == 7 else rng.gauss(0.4, 0.1)
-        users += [f"u{number}"] * 30
-        rewards += [rng.gauss(mean, 0.3) for _ in range(30)]
-    tasks = ["t"] * len(users)
-    assert outlying_users(users, tasks, np.array(rewards), limit=4.0) == {"u7"}
-    assert outlying_users(users, tasks, np.array(rewards), limit=0.0) == set()
-    few = [place for place in range(len(users)) if users[place] != "u7" or place % 30 < 5]
-    chosen = [users[p] for p in few], [tasks[p] for p in few], np.array([rewards[p] for p in few])
-    assert outlying_users(*chosen, limit=4.0) == set()
+    assert fit_delays({"a": [(1.0, 600.0)] * 9}, 9, window_s=600, still_likely=0.05) is None
+    rare = fit_delays({"a": [(1.0, 9e2)] * 3 + [(5.0, 9e2)] * 9}, 12, window_s=6e2, still_likely=0)
+    assert rare.wait_s == 5.0, "too few to know: as long as the longest"
+    assert sampled([10.0, 599.0], window_s=600, most=10) == [], "no window has passed"
+    assert sampled([1300.0, 601.0, 5.0, 300.0], window_s=600, most=2) == [2, 1]

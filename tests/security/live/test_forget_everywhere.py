@@ -65,7 +65,7 @@ class LiveRun:
 
     def __init__(self, folder):
         self.folder = folder
-        sections = {"rollout": LIVE["rollout"], "live": LIVE["live"]}
+        sections = {"rollout": LIVE["rollout"], "live": {**LIVE["live"], "user_cap": 1.0}}
         self.bucket = start_with_groups(folder, groups=0, train=TRAIN, **sections)
         challenge = Challenge(worker="live", secret=TRAINER_SECRET)
         self.bucket.put(keys.challenge("live"), encode_json(challenge))
@@ -180,7 +180,7 @@ async def ask_and_report(at, user, *, report=True):
     receipt = await at.receipt(text, user=user)
     if report:
         more = {"note": NOTE, "id": f"{NOTE}-{receipt[-20:]}"} if user == ALICE else {}
-        status, _ = await at.report(receipt, "accept", len(user) % 2 * 1.0, **more)
+        status, _ = await at.report(receipt, "accept", len(user) // 2 % 2 * 1.0, **more)
         assert status == 200
 
 

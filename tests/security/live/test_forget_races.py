@@ -92,7 +92,7 @@ def test_an_erasure_at_any_request_of_a_learner_leaves_nothing(after):
         numbers = range(1, 5)
         put_rows(
             bucket, 0, [answer(n, user=OWNERS.get(n)) for n in numbers],
-            [report(n, user=OWNERS.get(n)) for n in numbers],
+            [report(n, user=OWNERS.get(n), value=float(n % 3 == 0)) for n in numbers],
         )  # fmt: skip
         found = []
         meeting = Meeting(

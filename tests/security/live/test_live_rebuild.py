@@ -193,7 +193,10 @@ def signed_run_with_groups(location="memory://", folder=None):
     gateway, learner = run.bucket("gateway", signer=OTHER), run.bucket("worker-live", signer=WORKER)
     user = Pseudonyms(SECRET).user("alice")
     who = {n: user if n in (2, 6) else None for n in range(1, 9)}
-    rows = [answer(n, user=who[n]) for n in who], [report(n, user=who[n]) for n in who]
+    rows = (
+        [answer(n, user=who[n]) for n in who],
+        [report(n, user=who[n], value=float(n % 3 == 0)) for n in who],
+    )
     put_rows(gateway, 0, *rows)
     if folder is not None:
         write_secret(gateway, run.run, folder / "secret")
@@ -292,7 +295,10 @@ def test_a_command_that_is_killed_at_any_write_is_finished_by_the_next(done):
         run = start_run(bucket)
         put_rows(
             bucket, 0, [answer(n, user=ALICE if n == 2 else None) for n in range(1, 5)],
-            [report(n, user=ALICE if n == 2 else None) for n in range(1, 5)],
+            [
+                report(n, user=ALICE if n == 2 else None, value=float(n % 3 == 0))
+                for n in range(1, 5)
+            ],
         )  # fmt: skip
         records = LiveRecords(bucket)
         records.poll()

@@ -6,6 +6,9 @@ import msgspec
 import pytest
 
 from benchmarks.live import bandit, satisfaction
+from benchmarks.live.delays import lost_rejections
+from benchmarks.live.freshness import lag_of
+from benchmarks.live.influence import CAP, largest_share
 from benchmarks.live.keys import KEYS, PACKAGE
 from benchmarks.training.keys import Options, choose_keys
 from deltawire.cli.main import build_parser
@@ -60,6 +63,28 @@ def test_the_bandit_learns_what_honest_users_like():
     assert learned.trained >= 10 * bandit.GROUP
     assert learned.gain > 0.05
     assert learned.of_attackers == 0
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_a_long_answer_has_no_more_of_the_gradient_than_the_cap(aggregation):
+    assert largest_share(0, 20, aggregation) <= 1.01 * CAP
+    assert largest_share(0, 20, aggregation, capped=False) > 0.2
+
+
+def test_answers_are_trained_on_fresh_where_they_were_old_before():
+    paced, before = lag_of(0, 4, seconds=80), lag_of(0, 4, seconds=80, paced=False)
+    assert sum(paced.lags) / len(paced.lags) <= 1.5
+    assert paced.dropped == 0
+    assert len(paced.lags) >= 200
+    assert sum(before.lags) / len(before.lags) > 2
+
+
+def test_late_rejections_are_not_taken_for_silence():
+    world = "accept 10 s, reject 300 s"
+    lost, used = lost_rejections(world, 0)
+    assert lost <= 0.05
+    assert used > 0.9
+    assert lost_rejections(world, 0, by_kind=False)[0] > 0.2
 
 
 def test_the_command_takes_keys():

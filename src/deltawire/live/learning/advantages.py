@@ -163,14 +163,11 @@ def advantages(
     cases: Sequence[BaselineCase],
     rewards_E: NDArray[np.float64],
     weights_E: NDArray[np.float64],
-    versions: Sequence[int],
 ) -> NDArray[np.float64]:
     """Returns the advantages of a batch, float64[E]: what the ``baseline`` leaves of each reward,
-    normalized over the batch. The batch is added to it afterwards, so that no answer is part of its
-    own baseline."""
+    normalized over the batch. Add the batch to it afterwards: no answer is part of its own
+    baseline."""
     if baseline is None:
         return batch_normalized(rewards_E, weights_E)
     left_E = rewards_E - np.array([baseline.value(case) for case in cases])
-    for case, reward, version in zip(cases, rewards_E.tolist(), versions, strict=True):
-        baseline.add(case, reward, version)
     return batch_normalized(left_E, weights_E)

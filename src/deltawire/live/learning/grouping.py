@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,34 +24,51 @@ from deltawire.live.learning.advantages import (
     advantages,
     signs,
 )
-from deltawire.live.learning.influence import (
-    age_weights,
-    cap_weights,
-    effective_sample_size,
-    outlying_users,
-)
+from deltawire.live.learning.choosing import Turns, choose
+from deltawire.live.learning.corrections import Corrections
+from deltawire.live.learning.influence import age_weights, cap_influence, influence_sizes
 from deltawire.live.learning.records import LiveRecords
 from deltawire.live.learning.rewards import RewardRules, values_of
-from deltawire.live.learning.window import DelayModel, JoinWindow, fit_delays
+from deltawire.live.learning.window import DelayModel, JoinWindow, fit_delays, sampled
 from deltawire.rl.control.rollout_reader import Bounds
-from deltawire.wire.captures import Capture
+from deltawire.wire.captures import Capture, Feedback
 from deltawire.wire.lineage import LearnedAnswer, Lineage
 from deltawire.wire.rollouts import LIVE_TASK, Group, Trajectory
 
 FITTED = 5000
-"""The delay model is fitted to at most this many answers, the newest ones."""
+"""The delays are fitted to at most this many answers of the last two windows."""
 VOCABULARY = 1 << 31
-LEFT_OUT = ("waiting", "censored", "unusable", "expired", "others", "quarantined", "neutral")
+FADED = 2.0
+"""Answers older than so many half-lives are not trained on: they would hardly weigh anything."""
+LEAST_MOVED = 0.05
+"""A group is made if the mean of weight · |advantage| is as large; that of equal answers is 1."""
+LEFT_OUT = (
+    "waiting", "censored", "unusable", "expired", "others", "stale", "faded", "neutral",
+    "over_share",
+)  # fmt: skip
 """The states of answers that no group takes now, and that are named when a group lacks answers."""
 
 
 @dataclass(frozen=True)
 class MaturedAnswer:
-    """An answer that can be trained on, and its reward."""
+    """An answer that can be trained on, its reward, when it was found to be matured, and whether
+    that is because no report is likely to come any more."""
 
     capture: Capture
     reward: float
     age_s: float
+    matured_at: float = 0.0
+    silent: bool = False
+
+    @property
+    def user(self) -> str:
+        """The user's pseudonym; the name is the one that a back end sends with its API key."""
+        return self.capture.user
+
+    @property
+    def served_at(self) -> float:
+        """See `deltawire.live.learning.choosing.Choosable`."""
+        return self.capture.at
 
     @property
     def task(self) -> str:
@@ -79,13 +96,6 @@ class MaturedAnswer:
         return max((version for version, _ in self.capture.spans), default=0)
 
 
-class Quarantine(NamedTuple):
-    """Users and cohorts whose answers wait because their rewards are unlike everybody's."""
-
-    users: frozenset[str] = frozenset()
-    cohorts: frozenset[str] = frozenset()
-
-
 @dataclass
 class GroupMaker:
     """Joins answers and feedback by a run's rules, and makes groups of what matured.
@@ -93,10 +103,12 @@ class GroupMaker:
     ``claimed`` are the answers of lineages, and ``owns`` tells which answers are this learner's to
     take (`deltawire.live.learning.owners`). ``delays`` is the last fit, and ``states`` counts the
     answers of the last `prepare` by state: those of the join window, and ``unusable``, ``expired``
-    (older than ``max_age_s``), ``late`` (reports about answers that were trained on already),
-    ``others`` (those that another learner owns), ``quarantined`` (matured answers of the users and
-    cohorts that are ``quarantined``) and ``neutral`` (matured answers of reward 0, with the
-    baseline ``sign``). ``lacks`` says why the last `prepare` made no group.
+    (older than ``max_age_s``), ``late`` (reports after the window about answers that were trained
+    on), ``corrected`` (trained answers whose reward is another one by now), and of the matured ones
+    ``others`` (those that another learner owns), ``stale`` (drawn by a version that is too old),
+    ``faded`` (older than `FADED` half-lives), ``neutral`` (of reward 0, with the baseline ``sign``)
+    and ``over_share`` (of users who had their share for now). ``lacks`` says why
+    the last `prepare` made no group.
     """
 
     config: RunConfig
@@ -105,8 +117,8 @@ class GroupMaker:
     owns: Callable[[str], bool] = lambda _answer: True
     delays: DelayModel | None = None
     states: Counter[str] = field(default_factory=Counter)
-    quarantined: Quarantine = field(default_factory=Quarantine)
     lacks: str = ""
+    corrections: Corrections = field(default_factory=Corrections)
 
     def __post_init__(self) -> None:
         live = self.config.live
@@ -117,22 +129,28 @@ class GroupMaker:
         self._window = JoinWindow(live.window_s, live.settle_s, live.still_likely)
         self._bounds = Bounds.of(self.config, VOCABULARY)
         self._faults: dict[str, str] = {}
-        self._rewards: dict[str, float] = {}
+        self._matured_at: dict[str, float] = {}
+        self._turns = Turns(ratio=live.user_ratio)
         self._baseline: Baseline | None = None
         if live.baseline == "value_tracker":
             self._baseline = ValueTracker(*self.rules.bounds)
         elif live.baseline == "learned":
             self._baseline = LearnedBaseline()
 
-    def claim(self, lineage: Lineage) -> None:
-        """Takes the answers of a lineage out of the choice, and lets the baseline learn them."""
+    def claim(self, lineage: Lineage, *, own: bool = False) -> None:
+        """Takes the answers of a lineage out of the choice, and lets the baseline learn them;
+        ``own`` if this learner stored it."""
+        self._turns.add([one.user for one in lineage.answers], at=lineage.at)
         for one in lineage.answers:
             self.claimed.add(one.answer)
-            self._rewards[one.answer] = one.reward
+            self.corrections.add(one.answer, one.reward, own=own)
+            self._matured_at.pop(one.answer, None)
             capture = self.records.answers.get(one.answer)
             if capture is not None and self._baseline is not None:
-                matured = MaturedAnswer(capture, one.reward, one.age_s)
+                matured = MaturedAnswer(capture, one.reward, one.age_s, lineage.at)
                 self._baseline.add(matured, one.reward, matured.version)
+        for correction in lineage.corrections:
+            self.corrections.recorded(correction)
 
     def matured(self, now: float) -> list[MaturedAnswer]:
         """Returns the answers that can be trained on, oldest first; raises `InputError` if the
@@ -141,13 +159,18 @@ class GroupMaker:
         self.states = Counter()
         found = []
         for answer, capture in self.records.answers.items():
-            reports = self.records.reports.get(answer, {}).values()
-            counted = [r for r in reports if r.kind in self.rules.kinds or self._own]
+            counted = self._counted(answer)
             if answer in self.claimed:
                 known = self.records.reports.get(answer, {})
                 self.states["trained"] += 1
                 self.states["late"] += any(
                     r.received - capture.at > self._window.window_s for r in known.values()
+                )
+                self.states["corrected"] += self.corrections.check(
+                    answer,
+                    len(counted),
+                    partial(self.rules.reward, values_of(counted), capture, self._own),
+                    now=now,
                 )
                 continue
             age_s = max(0.0, now - capture.at)
@@ -164,81 +187,95 @@ class GroupMaker:
             self.states[state] += 1
             if state in ("matured", "silent"):
                 reward = self.rules.reward(values_of(counted), capture, self._own)
-                if reward is not None:
-                    self._rewards[answer] = reward
-                    if self.owns(answer):
-                        found.append(MaturedAnswer(capture, reward, age_s))
-                    else:
-                        self.states["others"] += 1
-        self._quarantine()
-        kept = [one for one in found if not self._is_quarantined(one.capture)]
-        self.states["quarantined"] += len(found) - len(kept)
-        return sorted(kept, key=lambda one: (one.capture.at, one.capture.answer))
+                if reward is None:
+                    continue
+                since = self._matured_at.setdefault(answer, now)
+                if self.owns(answer):
+                    silent = state == "silent"
+                    found.append(MaturedAnswer(capture, reward, age_s, since, silent))
+                else:
+                    self.states["others"] += 1
+        return sorted(found, key=lambda one: (one.capture.at, one.capture.answer))
 
-    def _quarantine(self) -> None:
-        """Finds the users and cohorts whose rewards are unlike everybody's, of all answers that
-        have one. Attackers that act together show as a cohort long before each shows as a user."""
-        known = self.records.answers
-        rows = [(known[a], reward) for a, reward in self._rewards.items() if a in known]
-        tasks = [capture.task for capture, _ in rows]
-        rewards_E = np.array([reward for _, reward in rows])
-        limit = self.config.live.outlier_limit
-        users = outlying_users([one.user for one, _ in rows], tasks, rewards_E, limit=limit)
-        cohorts = outlying_users([one.cohort for one, _ in rows], tasks, rewards_E, limit=limit)
-        self.quarantined = Quarantine(frozenset(users), frozenset(cohorts))
+    def prepare(self, now: float, count: int, *, oldest: int = 0) -> list[LearnedAnswer] | None:
+        """Chooses ``count`` matured answers, takes their advantages and weighs them.
 
-    def _is_quarantined(self, capture: Capture) -> bool:
-        held = self.quarantined
-        return capture.user in held.users or capture.cohort in held.cohorts
-
-    def prepare(self, now: float, count: int) -> list[LearnedAnswer] | None:
-        """Chooses ``count`` matured answers, weighs them and takes their advantages.
-
-        Returns None if there are too few, of too few users for the caps. One user contributes no
-        more answers than its cap, so that others need not be cut.
+        Only answers whose tokens version ``oldest`` or newer ones drew are chosen. One user
+        contributes no more answers than its cap, so that others need not be cut. Returns None if
+        there are too few answers, or of too few users for the cap; ``lacks`` says so.
         """
         live, self.lacks = self.config.live, ""
         cap = live.largest_share(count)
-        most = max(1, int(cap * count))
-        chosen: list[MaturedAnswer] = []
-        taken: Counter[str] = Counter()
-        for one in self.matured(now):
-            if live.baseline == "sign" and not one.reward:
-                self.states["neutral"] += 1
-            elif taken[one.capture.user] < most:
-                taken[one.capture.user] += 1
-                chosen.append(one)
-                if len(chosen) == count:
-                    break
+        found = [one for one in self.matured(now) if self._may_be_chosen(one, oldest)]
+        self.states["over_share"] = sum(not self._turns.left(one.user) for one in found)
+        chosen = self.choose(found, count)
+        chosen.sort(key=lambda one: (one.served_at, one.capture.answer))
+        users = [one.user for one in chosen]
         if len(chosen) < count:
-            self.lacks = self._lacking(len(chosen), len(taken), count)
-            return None
-        weights_E = cap_weights(
-            age_weights(np.array([one.age_s for one in chosen]), live.half_life_s),
-            [one.capture.user for one in chosen],
-            [one.cohort for one in chosen],
-            user_cap=cap,
-            cohort_cap=live.cohort_cap,
-        )
-        if effective_sample_size(weights_E) < count / 4:
-            self.lacks = f"{count} answers of {len(taken)} users weigh too little under the caps"
+            self.lacks = self._lacking(len(chosen), len({*users}), count)
             return None
         rewards_E = np.array([one.reward for one in chosen])
-        versions = [one.version for one in chosen]
+        ages_E = age_weights(np.array([one.age_s for one in chosen]), live.half_life_s)
         if live.baseline == "sign":
             advantages_E = signs(rewards_E)
         else:
-            advantages_E = advantages(self._baseline, chosen, rewards_E, weights_E, versions)
-        self.claimed |= {one.capture.answer for one in chosen}
+            advantages_E = advantages(self._baseline, chosen, rewards_E, ages_E)
+        sizes_E = influence_sizes(
+            advantages_E,
+            np.array([float(len(one.capture.tokens) // 4) for one in chosen]),
+            self.config.train.loss.aggregation,
+        )
+        weights_E = cap_influence(ages_E, sizes_E, users, cap)
+        if float((weights_E * np.abs(advantages_E)).mean()) < LEAST_MOVED:
+            self.lacks = (
+                f"{count} answers of {len({*users})} users differ too little in their rewards, or "
+                f"too few of them do for live.user_cap {cap:g}"
+            )
+            self._turns.skip(users, at=now)
+            return None
+        self._take(chosen, now)
         return [
             LearnedAnswer(
-                one.capture.answer, one.capture.user, one.reward, advantage, min(weight, 1.0),
+                one.capture.answer,
+                one.user,
+                one.reward,
+                advantage,
+                min(weight, 1.0),
                 one.age_s,
+                one.silent,
             )
             for one, advantage, weight in zip(
                 chosen, advantages_E.tolist(), weights_E.tolist(), strict=True
             )
-        ]  # fmt: skip
+        ]
+
+    def choose(self, found: Sequence[MaturedAnswer], count: int) -> list[MaturedAnswer]:
+        """Chooses up to ``count`` of the answers (`deltawire.live.learning.choosing`)."""
+        most = max(1, int(self.config.live.largest_share(count) * count))
+        return choose(found, count, most=most, turns=self._turns)
+
+    def _may_be_chosen(self, one: MaturedAnswer, oldest: int) -> bool:
+        """Returns whether a matured answer can be in a group now, and counts it if not."""
+        live = self.config.live
+        if live.baseline == "sign" and not one.reward:
+            self.states["neutral"] += 1
+        elif min((version for version, _ in one.capture.spans), default=0) < oldest:
+            self.states["stale"] += 1
+        elif live.half_life_s and one.age_s > FADED * live.half_life_s:
+            self.states["faded"] += 1
+        else:
+            return True
+        return False
+
+    def _take(self, chosen: Sequence[MaturedAnswer], now: float) -> None:
+        """Notes that these answers are in a group, and lets the baseline learn them."""
+        self._turns.add([one.user for one in chosen], at=now)
+        for one in chosen:
+            self.claimed.add(one.capture.answer)
+            self.corrections.add(one.capture.answer, one.reward, own=True)
+            self._matured_at.pop(one.capture.answer, None)
+            if self._baseline is not None:
+                self._baseline.add(one, one.reward, one.version)
 
     def _lacking(self, found: int, users: int, count: int) -> str:
         """Says what a group of ``count`` answers lacks, and where the other answers are."""
@@ -250,22 +287,27 @@ class GroupMaker:
         return f"{found} answers{of_users} can be trained on, a group takes {count}{rest}"
 
     def _fit(self, now: float) -> None:
-        delays, silent = [], []
-        newest = sorted(self.records.answers.values(), key=lambda one: one.at)[-FITTED:]
-        for capture in newest:
-            first = min(
-                (
-                    r.received
-                    for r in self.records.reports.get(capture.answer, {}).values()
-                    if r.kind in self.rules.kinds
-                ),
-                default=None,
-            )
-            if first is None:
-                silent.append(max(0.0, now - capture.at))
-            else:
-                delays.append(max(0.0, first - capture.at))
-        self.delays = fit_delays(delays, silent)
+        """Fits the delays of each kind to the first report of that kind about each answer."""
+        captures = list(self.records.answers.values())
+        ages_s = [max(0.0, now - capture.at) for capture in captures]
+        window_s = self._window.window_s
+        places = sampled(ages_s, window_s=window_s, most=FITTED)
+        reports: dict[str, list[tuple[float, float]]] = {}
+        for place in places:
+            capture, firsts = captures[place], dict[str, float]()
+            for one in self._counted(capture.answer):
+                delay_s = max(0.0, one.received - capture.at)
+                firsts[one.kind] = min(delay_s, firsts.get(one.kind, delay_s))
+            for kind, delay_s in firsts.items():
+                reports.setdefault(kind, []).append((delay_s, max(delay_s, ages_s[place])))
+        self.delays = fit_delays(
+            reports, len(places), window_s=window_s, still_likely=self._window.still_likely
+        )
+
+    def _counted(self, answer: str) -> list[Feedback]:
+        """Returns the reports about an answer that its reward depends on."""
+        reports = self.records.reports.get(answer, {}).values()
+        return [one for one in reports if one.kind in self.rules.kinds or self._own]
 
     def _known_fault(self, capture: Capture) -> str:
         """Returns `_fault`, which does not change, and is asked for at every turn."""

@@ -25,6 +25,7 @@ from deltawire.live.learning.grouping import (
     group_without_users,
 )
 from deltawire.live.learning.owners import MOST_READ, AnswerOwners, OtherLineages
+from deltawire.live.learning.pace import Pace
 from deltawire.live.learning.records import LiveRecords
 from deltawire.rl.control.challenges import nonce_of
 from deltawire.rl.control.lineages import read_lineages
@@ -77,12 +78,13 @@ class LiveGroups:
             self._others.skip(lineage)
             if (lineage.worker, lineage.sequence) in released:
                 continue
-            maker.claim(lineage)
+            maker.claim(lineage, own=lineage.worker == worker)
             if lineage.worker == worker and lineage.sequence >= first:
                 self._unfinished.append(lineage)
 
-    def store(self, nonce: str, now: float) -> bool:
-        """Stores the next group; returns whether there was one to store.
+    def store(self, nonce: str, now: float, *, oldest: int = 0) -> bool:
+        """Stores the next group; returns whether there was one to store. Version ``oldest`` or
+        newer ones drew its answers.
 
         Raises `RetryError` if the store does not answer, and `FencedError` if another process
         stores under this worker's name. After an error the same call may be repeated: it stores the
@@ -93,7 +95,7 @@ class LiveGroups:
                 if (lineage.worker, lineage.sequence) not in self._released:
                     self._maker.claim(lineage)
             count = self._maker.config.rollout.group_size
-            answers = self._maker.prepare(now, count)
+            answers = self._maker.prepare(now, count, oldest=oldest)
             if answers is None:
                 return False
             self._unfinished.append(
@@ -103,6 +105,7 @@ class LiveGroups:
                     at=now,
                     rules=self._maker.rules.digest,
                     answers=answers,
+                    corrections=self._maker.corrections.take(),
                 )
             )
         lineage = self._unfinished[0]
@@ -217,6 +220,7 @@ class LearnerLoop:
         )
         self._first = next_sequence(process)
         self._begin(self._first)
+        self.pace = Pace(process.bucket, run, process.name, config.train, first=self._first)
         self.link = TrainerLink(process.bucket, process.name, silence_s=config.faults.silence_s)
         self._started = 0
         process.heartbeat.worker = self._status
@@ -279,9 +283,11 @@ class LearnerLoop:
             self._waits = f"the store does not answer: {error.message}"
             self._log_line(f"waits for the store: {error.message}")
             return False
-        states = ", ".join(f"{count} {name}" for name, count in sorted(self.maker.states.items()))
+        found = sorted(self.maker.states.items())
+        states = ", ".join(f"{count} {name}" for name, count in found if count)
         delays = self.maker.delays
-        fit = f"; {delays.share:.0%} report after {delays.mean_s:.0f} s" if delays else ""
+        waits = sorted(delays.waits.items()) if delays else []
+        fit = "".join(f"; {kind} is waited for {wait_s:.0f} s" for kind, wait_s in waits)
         self._log_line(
             f"{self.groups.sequence - self._first} groups stored; {states or 'no answers'}{fit}"
         )
@@ -309,6 +315,11 @@ class LearnerLoop:
         if time.time() < self._released.paused_until():
             self._waits = "the evaluation gate stopped several candidates in a row: learning pauses"
             return False
+        now = time.monotonic()
+        self.pace.poll(status.version, now)
+        learners = len(self.owners.learners)
+        if not self.pace.may_store(self.groups.sequence, now=now, learners=learners):
+            return False
         return self._open or self._passes_bar()
 
     def _passes_bar(self) -> bool:
@@ -333,7 +344,8 @@ class LearnerLoop:
         lease, secret = self.process.lease.number, self.link.secret
         nonce = nonce_of(secret, lease, self._started) if secret else self.process.nonce
         self.process.lease.confirm()
-        if not self.groups.store(nonce, time.time()):
+        oldest = self.pace.oldest_version(self.groups.sequence, learners=len(self.owners.learners))
+        if not self.groups.store(nonce, time.time(), oldest=oldest):
             self._waits = self.maker.lacks
             return False
         self._started += 1

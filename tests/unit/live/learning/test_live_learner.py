@@ -3,6 +3,7 @@
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from live_answers import LIVE, NOW, answer, config_of, put_rows, report
 from deltawire.config import parse_config, run_config
 from deltawire.errors import InputError
 from deltawire.export.models import empty_model, fetch_model_files
+from deltawire.live.learning.choosing import Turns, choose
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups, check_learnable
+from deltawire.live.learning.pace import Pace
 from deltawire.live.learning.records import LiveRecords
 from deltawire.live.learning.rewards import RewardRules, values_of
 from deltawire.rl.control.challenges import nonce_of
@@ -26,6 +29,7 @@ from deltawire.rl.trainer.trainer import Trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import open_bucket
 from deltawire.sync import read_manifest
+from deltawire.testing.tiny import start_publisher, start_run, weights
 from deltawire.train.loss import ADVANTAGES
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
@@ -91,7 +95,7 @@ def test_only_matured_usable_answers_are_chosen(bucket):
     )
     maker = maker_of(bucket, config_of())
     assert [one.capture.answer for one in maker.matured(NOW + 105)] == [f"{1:032x}"]
-    states = {"matured": 1, "unusable": 4, "waiting": 2, "expired": 1, "quarantined": 0}
+    states = {"matured": 1, "unusable": 4, "waiting": 2, "expired": 1}
     assert maker.states == states
     maker.matured(NOW + 700)
     assert maker.states["censored"] == 1
@@ -103,19 +107,27 @@ def test_silence_is_trained_on_only_where_it_has_a_reward(bucket):
     put_rows(
         bucket, 0, [answer(n) for n in numbers], [report(n, after_s=5) for n in numbers if n % 2]
     )
-    late = NOW + 300
+    late = NOW + 600
     assert len(maker_of(bucket, config_of()).matured(late)) == 15
+    early = maker_of(bucket, config_of(silent=0.0)).matured(NOW + 300)
+    assert len(early) == 15, "nobody knows yet how late reports are"
     rewarded = maker_of(bucket, config_of(silent=0.0))
     found = rewarded.matured(late)
     assert sorted({one.reward for one in found}) == [0.0, 0.75]
     assert len(found) == 30
-    assert rewarded.delays.share == pytest.approx(0.5, abs=0.01)
+    assert rewarded.delays.waits == {"accept": 5.0}
+    assert sum(one.silent for one in found) == 15
     assert rewarded.matured(NOW + 7) == []
 
 
 def test_late_reports_are_counted_and_old_answers_weigh_less(bucket):
-    put_rows(bucket, 0, [answer(n) for n in range(1, 9)], [report(n) for n in range(1, 9)])
+    numbers = range(1, 9)
+    put_rows(
+        bucket, 0, [answer(n) for n in numbers], [report(n, value=float(n % 2)) for n in numbers]
+    )
     maker = maker_of(bucket, config_of(half_life_s=100.0))
+    assert maker.prepare(NOW + 300, 4) is None
+    assert maker.states["faded"] == 8, "they would weigh an eighth"
     answers = maker.prepare(NOW + 100, 4)
     assert [one.weight for one in answers] == [0.5] * 4
     assert [one.age_s for one in answers] == [100.0] * 4
@@ -130,7 +142,10 @@ def test_no_group_is_made_of_one_users_answers(bucket):
     put_rows(bucket, 0, rows, [report(n, user="a" * 32) for n in range(1, 20)])
     maker = maker_of(bucket, config_of())
     assert maker.prepare(NOW + 100, 4) is None
-    put_rows(bucket, 1, [answer(n) for n in (21, 22)], [report(n) for n in (21, 22)])
+    assert "19 answers" not in maker.lacks
+    assert maker.lacks.startswith("2 answers of 1 users can be trained on, a group takes 4")
+    rest = [report(n, value=0.0) for n in (21, 22)]
+    put_rows(bucket, 1, [answer(n) for n in (21, 22)], rest)
     maker.records.poll()
     answers = maker.prepare(NOW + 100, 4)
     assert sorted(one.user for one in answers)[2:] == ["a" * 32] * 2
@@ -264,22 +279,98 @@ def test_a_trainer_consumes_what_a_learner_made(tmp_path, loss):
     assert len(digests) == 3
 
 
-def test_answers_of_outlying_users_and_cohorts_wait(bucket):
-    answers, reports = [], []
-    for number in range(1, 241):
-        user = number % 12
-        bad = user == 3 or (user in (4, 5) and number > 120)
-        answers.append(
-            answer(number, user=f"{user:032x}", cohort="raid" if bad and user != 3 else f"c{user}")
-        )
-        reports.append(report(number, value=float(not bad and number % 7 != 0)))
-    put_rows(bucket, 0, answers, reports)
-    free = maker_of(bucket, config_of(outlier_limit=0.0))
-    assert len(free.matured(NOW + 100)) == 240
-    assert not free.quarantined.users
+def test_answers_that_would_be_dropped_are_not_claimed(bucket):
+    rows = [answer(n, spans=[(n % 3, 1), (3, 3)]) for n in range(1, 13)]
+    put_rows(bucket, 0, rows, [report(n, value=float(n > 6)) for n in range(1, 13)])
     maker = maker_of(bucket, config_of())
-    kept = maker.matured(NOW + 100)
-    assert f"{3:032x}" in maker.quarantined.users
-    assert "raid" in maker.quarantined.cohorts
-    assert not any(one.cohort == "raid" or one.capture.user == f"{3:032x}" for one in kept)
-    assert maker.states["quarantined"] == 240 - len(kept) > 0
+    found = maker.prepare(NOW + 100, 4, oldest=2)
+    assert sorted(int(one.answer, 16) for one in found) == [2, 5, 8, 11]
+    assert maker.states["stale"] == 8, "their first token is of version 0 or 1"
+    assert maker.prepare(NOW + 100, 4, oldest=2) is None
+    assert "8 stale" in maker.lacks
+
+
+def test_equal_rewards_make_no_group_and_others_come_first_then(bucket):
+    numbers = range(1, 9)
+    reports = [report(n, value=float(n < 8)) for n in numbers]
+    put_rows(bucket, 0, [answer(n) for n in numbers], reports)
+    maker = maker_of(bucket, config_of())
+    assert maker.prepare(NOW + 100, 4) is None
+    assert "differ too little" in maker.lacks
+    assert {int(one.answer, 16) for one in maker.prepare(NOW + 100, 4)} == {5, 6, 7, 8}
+
+
+def test_the_newest_come_first_and_users_take_turns():
+    def one(user, matured_at, served_at=0.0):
+        return SimpleNamespace(user=user, matured_at=matured_at, served_at=served_at)
+
+    turns = Turns(ratio=1.5)
+    answers = [one("late", 9.0, 0.0), one("soon", 5.0, 4.0), one("old", 1.0, 0.0)]
+    found = choose(answers, 2, most=1, turns=turns)
+    assert [a.user for a in found] == ["late", "soon"], "by when they matured, not when served"
+    flood = [one("liar", 10.0 + n) for n in range(40)]
+    people = [one(f"u{n}", 1.0) for n in range(8)]
+    assert [a.user for a in choose(flood + people, 6, most=2, turns=turns)].count("liar") == 1
+    for group in range(4):
+        turns.add(["liar", f"u{2 * group}", f"u{2 * group + 1}"], at=float(group))
+    assert turns.left("liar") == 0, "four times as many as the median user"
+    assert (turns.left("u1"), turns.left("new")) == (1, 2), "everyone may have a second one"
+    assert not any(a.user == "liar" for a in choose(flood + people, 6, most=2, turns=turns))
+    free = Turns(ratio=0.0)
+    free.add(["liar"] * 4, at=0.0)
+    assert choose(flood, 3, most=3, turns=free) == flood[:-4:-1]
+
+
+@pytest.mark.parametrize("staleness", [0, 4])
+def test_a_learner_keeps_few_groups_ahead_of_the_trainer(bucket, staleness):
+    run, publisher = start_run(bucket), start_publisher(bucket)
+    train = {"groups_per_step": 2, "max_staleness": staleness}
+    train = parse_config({"name": "r", "train": train}, source="test").train
+    pace = Pace(bucket, run, "live", train, first=5)
+    pace.poll(0, 0.0)
+    assert [pace.may_store(n, now=0.0) for n in (5, 6)] == [True, True]
+    assert pace.may_store(7, now=0.0) == (staleness > 0), "no step is known yet"
+    try:
+        for version in range(3):
+            step = CommitMetadata(step=version, consumed=[("live", 5)] if version == 2 else [])
+            publisher.publish(weights(version), metadata=step.to_dict())
+        publisher.flush()
+    finally:
+        publisher.close()
+    pace.poll(1, 10.0)
+    pace.poll(2, 20.0)
+    assert pace.waiting(7) == 1
+    assert pace.may_store(7, now=20.0)
+    assert not pace.may_store(8, now=27.0)
+    assert pace.may_store(8, now=28.0) == (staleness > 0), "in the last quarter of a step"
+    assert not pace.may_store(10, now=29.0)
+    assert not pace.may_store(7, now=20.0, learners=2)
+    ages = {0: (2, 3), 4: (-1, 0)}[staleness]
+    assert (pace.oldest_version(7), pace.oldest_version(8)) == ages
+
+
+def test_a_correction_that_comes_late_is_counted_and_named_by_the_next_lineage(bucket):
+    numbers = range(1, 9)
+    reports = [report(n, value=float(n % 2)) for n in numbers]
+    put_rows(bucket, 0, [answer(n) for n in numbers], reports)
+    groups = LiveGroups(bucket, "live", maker := maker_of(bucket, config_of()), first=0)
+    assert groups.store("n0", NOW + 100)
+    put_rows(bucket, 1, [], [report(3, "reject", after_s=200), report(1, "score", after_s=200)])
+    maker.records.poll()
+    assert groups.store("n1", NOW + 300)
+    assert maker.states["corrected"] == 1, "a score counts nothing"
+    first, second = read_lineages(bucket)
+    assert first.corrections == []
+    (found,) = second.corrections
+    assert (int(found.answer, 16), found.reward, found.at) == (3, 0.5, NOW + 300)
+    again = LiveGroups(bucket, "live", restarted := maker_of(bucket, config_of()), first=2)
+    assert not again.store("n2", NOW + 400)
+    assert restarted.states["corrected"] == 1
+    assert restarted.corrections.take() == [], "it is recorded already"
+    put_rows(bucket, 2, [], [report(4, "reject", after_s=400)])
+    restarted.records.poll()
+    other = LiveGroups(bucket, "other", theirs := maker_of(bucket, config_of()), first=0)
+    for one, makes in ((again, restarted), (other, theirs)):
+        assert not one.store("n3", NOW + 500)
+        assert makes.states["corrected"] == 2
+        assert len(makes.corrections.take()) == (makes is restarted), "each names its own"

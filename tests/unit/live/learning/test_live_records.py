@@ -53,7 +53,12 @@ def test_a_segment_that_an_answer_damaged_is_read_by_the_next_poll(damage):
 def test_one_damaged_answer_leaves_no_lineage_out():
     """Its answers would be grouped, and trained on, a second time."""
     bucket = FaultyBucket(open_bucket("memory://"))
-    put_rows(bucket, 0, [answer(n) for n in range(1, 5)], [report(n) for n in range(1, 5)])
+    put_rows(
+        bucket,
+        0,
+        [answer(n) for n in range(1, 5)],
+        [report(n, value=float(n % 2)) for n in range(1, 5)],
+    )
     records = LiveRecords(bucket)
     records.poll()
     made = LiveGroups(bucket, "live", GroupMaker(config_of(), records), first=0)
@@ -65,7 +70,9 @@ def test_one_damaged_answer_leaves_no_lineage_out():
 def test_a_lineage_that_is_damaged_or_misplaced_claims_nothing():
     bucket = open_bucket("memory://")
     numbers = range(1, 5)
-    put_rows(bucket, 0, [answer(n) for n in numbers], [report(n) for n in numbers])
+    put_rows(
+        bucket, 0, [answer(n) for n in numbers], [report(n, value=float(n % 2)) for n in numbers]
+    )
     records = LiveRecords(bucket)
     records.poll()
     assert LiveGroups(bucket, "live", GroupMaker(config_of(), records), first=0).store(
