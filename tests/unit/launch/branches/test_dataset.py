@@ -115,6 +115,19 @@ def test_every_group_comes_back_to_the_byte(trained, tmp_path):
     assert [rows[n]["version"] for n in range(0, 36, 12)] == [1, 2, 3]
 
 
+def test_the_library_for_datasets_reads_every_row(trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    found = trained.export(tmp_path / "out", file_tokens=50)
+    cache = str(tmp_path / "cache")
+    table = datasets.load_dataset(str(tmp_path / "out"), split="train", cache_dir=cache)
+    rows = open_rows(tmp_path / "out")
+    assert len(table) == found.rows
+    for number in (0, 3, 35):
+        assert table[number]["tokens"] == rows[number]["tokens"]
+        assert table[number]["probes"] == rows[number]["probes"]
+
+
 def test_a_range_of_versions_is_written(trained, tmp_path, capsys):
     place = str(tmp_path / "out")
     words = ["dataset", trained.bucket.url, "--to", place]
