@@ -21,6 +21,7 @@ import copy
 import importlib.util
 import re
 import shutil
+import signal
 import sys
 from datetime import timedelta
 from itertools import count
@@ -154,6 +155,16 @@ def _test_ends_its_threads():
     before = thread_leaks.threads()
     yield
     _fail_if_threads_stay(before)
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before():
+    """Restores handlers that a test's process has set: a later test of Ctrl-C would meet them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
