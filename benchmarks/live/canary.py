@@ -13,14 +13,24 @@ level of all users does while outcomes arrive.
   number needs for an error rate of 0.05 and a power of 0.95.
 
 The first three are 95 % bounds of the worst world: the rate is shown to be no better than that.
+``false_promotion`` is simulated without guardrails, which can only lower it.
+
+- ``voters_promote``: the candidate is worse by `VOTED`, and `VOTERS` of the users vote for the arm
+  that they guess theirs to be, for the candidate. Arms are hidden, so a guess is right half of the
+  time. The details have the share of promotions for better guesses too.
+
+In the world ``slow_and_fast_arms`` answers of the candidate end later than the serving version's of
+the same moment. Outcomes count in the order of the requests; the details have the rates in the
+order in which answers end, where both must fail.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,6 +40,7 @@ from deltawire.live.release.evidence import error_budget, planned_answers
 from deltawire.live.release.sequential_tests import ArrivalDifference, log_threshold
 
 CANARIES = 2000
+FEW = 500
 BATCH = 50
 OUTCOMES = 24_000
 GOOD_WITHIN = 20_000
@@ -47,6 +58,12 @@ GUARDED_RATES = {
     "hedging": 0.1,
     "repetition": 0.02,
 }
+SLOW_ARM = "slow_and_fast_arms"
+LAG = 1000
+"""The candidate's answers end when so many later requests have: 50 s at 20 answers a second."""
+VOTERS = 0.05
+VOTED = 0.04
+GUESSES = (0.5, 0.6, 0.75, 1.0)
 NEVER = np.iinfo(np.int64).max
 
 Array = NDArray[np.float64]
@@ -87,6 +104,12 @@ def _turnover(rng: np.random.Generator, canaries: int, count: int) -> Array:
     return np.tile(0.3 + 0.5 * np.exp(-np.arange(count) / 4000), (canaries, 1))
 
 
+def _day(rng: np.random.Generator, canaries: int, count: int) -> Array:
+    """The level falls through the canary, or rises."""
+    fall = np.linspace(0.85, 0.25, count)
+    return np.where(rng.random((canaries, 1)) < 0.5, fall, fall[::-1])
+
+
 def _constant(rng: np.random.Generator, canaries: int, count: int) -> Array:
     del rng
     return np.full((canaries, count), RATE)
@@ -101,9 +124,12 @@ WORLDS: Final[dict[str, Level]] = {
     "growth": _growth,
     "turnover": _turnover,
     "heavy_users": _constant,
+    SLOW_ARM: _day,
 }
 """The mean outcome of the serving version, user by user. ``heavy_users``: outcomes are means over
 1 to 50 answers of users who differ."""
+
+Order = Literal["request", "end"]
 
 
 class Simulated(NamedTuple):
@@ -151,9 +177,11 @@ def simulate(
     world: str = "constant",
     canaries: int = CANARIES,
     count: int = OUTCOMES,
+    order: Order = "request",
+    guess: float | None = None,
 ) -> Simulated:
     """Returns the ends of canaries whose candidate differs by ``change``, after at most ``count``
-    outcomes."""
+    outcomes. `VOTERS` vote if ``guess`` says how often they guess their arm right."""
     rng, budget = np.random.default_rng(seed), error_budget(release)
     promoted, rolled_back, outcomes = [], [], []
     for begin in range(0, canaries, BATCH):
@@ -161,6 +189,15 @@ def simulate(
         arms, shares, ripe = _assigned(rng, release, size, count)
         level = WORLDS[world](rng, size, count)
         values = _drawn(rng, world, level + change * arms)
+        if guess is not None:
+            right = rng.random(arms.shape) < guess
+            votes = np.where(right, arms, 1 - arms)
+            values = np.where(rng.random(arms.shape) < VOTERS, votes, values)
+        if order == "end" and world == SLOW_ARM:
+            ends = np.argsort(np.arange(count) + LAG * arms, axis=1, kind="stable")
+            arms, shares, ripe, values = (
+                np.take_along_axis(one, ends, axis=1) for one in (arms, shares, ripe, values)
+            )
         worse = ArrivalDifference(tolerance=0.0, sign=-1, shape=(size,))
         harm = _first(worse.add(arms, values, shares) >= log_threshold(budget.rollback))
         metric = ArrivalDifference(tolerance=-release.margin, shape=(size,))
@@ -204,28 +241,61 @@ def fixed_horizon(release: ReleaseConfig, *, effect: float = EFFECT) -> int:
     raise AssertionError
 
 
+def rates_of(
+    world: str,
+    release: ReleaseConfig,
+    *,
+    seed: int,
+    order: Order = "request",
+    canaries: int = CANARIES,
+) -> dict[str, float]:
+    """Returns the bounds of the three rates in one world."""
+    unguarded = msgspec.structs.replace(release, guardrails={})
+    about: dict[str, Any] = {"world": world, "order": order, "canaries": canaries}
+    bad = simulate(unguarded, -release.margin, seed=seed, **about)
+    same = simulate(release, 0.0, seed=seed + 1, **about)
+    good = simulate(release, EFFECT, seed=seed + 2, **about)
+    within = good.promoted & (good.outcomes <= GOOD_WITHIN)
+    return {
+        "false_promotion": bound(int(bad.promoted.sum()), canaries),
+        "false_rollback": bound(int(same.rolled_back.sum()), canaries),
+        "good_promotion": bound(int(within.sum()), canaries),
+    }
+
+
 def measure(options: Options) -> Measured:
     """Measures the keys in all worlds."""
     release, seed = ReleaseConfig(), options.seed
     single = ReleaseConfig(stages=[0.5])
-    rates: dict[str, dict[str, float]] = {}
-    for place, world in enumerate(WORLDS):
-        bad, same, good = (
-            simulate(release, change, seed=seed + 10 * place + number, world=world)
-            for number, change in enumerate((-release.margin, 0.0, EFFECT))
+    rates = {
+        world: rates_of(world, release, seed=seed + 10 * place)
+        for place, world in enumerate(WORLDS)
+    }
+    by_end = rates_of(SLOW_ARM, release, seed=seed + 500, order="end", canaries=200)
+    voted = {
+        f"{guess:g}": bound(
+            int(
+                simulate(
+                    single, -VOTED, seed=seed + 600, canaries=FEW, count=10_000, guess=guess
+                ).promoted.sum()
+            ),
+            FEW,
         )
-        within = good.promoted & (good.outcomes <= GOOD_WITHIN)
-        rates[world] = {
-            "false_promotion": bound(int(bad.promoted.sum()), CANARIES),
-            "false_rollback": bound(int(same.rolled_back.sum()), CANARIES),
-            "good_promotion": bound(int(within.sum()), CANARIES),
-        }
-    drop = simulate(single, -EFFECT, seed=seed + 3, canaries=500, count=10_000)
+        for guess in GUESSES
+    }
+    drop = simulate(single, -EFFECT, seed=seed + 3, canaries=FEW, count=10_000)
     found = float(np.median(np.where(drop.rolled_back, drop.outcomes, np.inf)))
     details: dict[str, Any] = {
         "canaries": CANARIES,
         "planned_outcomes": planned_answers(release, effect=EFFECT, rate=RATE),
         "worlds": rates,
+        "worst": {
+            "false_promotion": max(rates, key=lambda one: rates[one]["false_promotion"]),
+            "false_rollback": max(rates, key=lambda one: rates[one]["false_rollback"]),
+            "good_promotion": min(rates, key=lambda one: rates[one]["good_promotion"]),
+        },
+        "slow_and_fast_arms_by_end": by_end,
+        "promoted_by_voters_who_guess": voted,
         "outcomes_until_rollback": found,
         "outcomes_fixed_horizon": fixed_horizon(single),
     }
@@ -233,6 +303,7 @@ def measure(options: Options) -> Measured:
         "false_promotion_worst": max(one["false_promotion"] for one in rates.values()),
         "false_rollback_worst": max(one["false_rollback"] for one in rates.values()),
         "good_promotion_worst": min(one["good_promotion"] for one in rates.values()),
+        "voters_promote": voted["0.5"],
         "regression_found_after": found / fixed_horizon(single),
     }
     return Measured(values, details)

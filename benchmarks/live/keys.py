@@ -45,13 +45,16 @@ KEYS: Final[dict[str, Key]] = {
         "bandit", ">=", 0.95, "answers of critics that are trained on, the worst of 20 seeds"
     ),
     "false_promotion_worst": Key(
-        "canary", "<=", 0.05, "canaries that promote a drop equal to the margin, worst of 8 worlds"
+        "canary", "<=", 0.05, "canaries that promote a drop equal to the margin, worst of 9 worlds"
     ),
     "false_rollback_worst": Key(
-        "canary", "<=", 0.05, "canaries that roll back an equal candidate, worst of 8 worlds"
+        "canary", "<=", 0.05, "canaries that roll back an equal candidate, worst of 9 worlds"
     ),
     "good_promotion_worst": Key(
-        "canary", ">=", 0.9, "5 points better, promoted within 20,000 outcomes, worst of 8 worlds"
+        "canary", ">=", 0.9, "5 points better, promoted within 20,000 outcomes, worst of 9 worlds"
+    ),
+    "voters_promote": Key(
+        "canary", "<=", 0.05, "4 points worse, promoted by 5 % who vote by a guess of their arm"
     ),
     "gate_rollback_equal": Key(
         "gate", "<=", 0.02, "equal versions that the evaluation gate rolls back, 1 and 4 samples"

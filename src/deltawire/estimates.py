@@ -35,7 +35,9 @@ class OffPolicyEstimate(msgspec.Struct, frozen=True, kw_only=True):
     ``logged`` is the mean outcome of those answers; ``snips`` and ``doubly_robust`` estimate the
     version's, each with its standard error. They are None if ``refused`` says why there is no
     estimate. ``effective`` is the effective sample size, ``mean_ratio`` the mean of the ratios
-    before the clip (1 in expectation), and ``clipped`` the share of answers at the clip.
+    before the clip (1 in expectation), ``clipped`` the share of answers at the clip, and
+    ``clipped_mass`` the share of the version's own answers that the clip leaves out. ``low`` and
+    ``high`` are the 95 % interval of the version's mean outcome, whatever those are.
 
     Example::
 
@@ -48,11 +50,14 @@ class OffPolicyEstimate(msgspec.Struct, frozen=True, kw_only=True):
     effective: float = 0.0
     mean_ratio: float = 0.0
     clipped: float = 0.0
+    clipped_mass: float = 0.0
     logged: float | None = None
     snips: float | None = None
     snips_error: float | None = None
     doubly_robust: float | None = None
     doubly_robust_error: float | None = None
+    low: float | None = None
+    high: float | None = None
     refused: str = ""
     seconds: float = 0.0
 

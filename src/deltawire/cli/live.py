@@ -140,7 +140,8 @@ def _estimated(found: dict[str, Any], live: dict[str, float] | None) -> str:
         f"estimate from {found['answers']} logged answers (effective: {found['effective']:.1f}): "
         f"SNIPS {found['snips']:.3f} ± {found['snips_error']:.3f}, doubly robust "
         f"{found['doubly_robust']:.3f} ± {found['doubly_robust_error']:.3f}, "
-        f"logged {found['logged']:.3f}"
+        f"logged {found['logged']:.3f}; 95 % interval {found['low']:.3f} to {found['high']:.3f}, "
+        f"clipped {found['clipped_mass']:.1%}"
     )
     if live is not None:
         words += f"; measured: candidate {live['candidate']:.3f}, serving {live['serving']:.3f}"

@@ -113,6 +113,8 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     estimate_clip: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
     """The largest ratio of probabilities that an answer counts with in that estimate; 0: no
     limit."""
+    estimate_mass: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    """No estimate if ratios leave out more than this share of the version's own answers."""
     estimate_least: Annotated[float, Meta(ge=2, le=1e6)] = 30.0
     """No estimate below this effective sample size."""
     pause_s: Annotated[float, Meta(ge=0, le=1e6)] = 600.0

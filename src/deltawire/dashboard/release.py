@@ -24,6 +24,9 @@ class CandidateFigures(msgspec.Struct, frozen=True, kw_only=True):
     doubly_robust: float | None = None
     doubly_robust_error: float | None = None
     effective: float | None = None
+    low: float | None = None
+    high: float | None = None
+    clipped_mass: float | None = None
     live_candidate: float | None = None
     live_serving: float | None = None
 
@@ -36,6 +39,10 @@ class CandidateFigures(msgspec.Struct, frozen=True, kw_only=True):
         if self.doubly_robust is not None:
             robust = _with_error(self.doubly_robust, self.doubly_robust_error)
             found.append(f"{robust} (doubly robust)")
+        if self.low is not None and self.high is not None:
+            found.append(f"95 % interval {self.low:.3f} to {self.high:.3f}")
+        if self.clipped_mass:
+            found.append(f"{self.clipped_mass:.1%} clipped")
         if self.live_candidate is not None:
             found.append(
                 f"users showed {self.live_candidate:.3f}, "
@@ -65,6 +72,7 @@ def candidates_of(log: DecisionLog) -> list[CandidateFigures]:
             name: evidence.get(f"estimate_{name}", None if known is None else getattr(known, name))
             for name in (
                 "snips", "snips_error", "doubly_robust", "doubly_robust_error", "effective",
+                "low", "high", "clipped_mass",
             )
         }  # fmt: skip
         live = {

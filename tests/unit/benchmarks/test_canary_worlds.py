@@ -22,6 +22,26 @@ def test_error_rates_hold_in_every_world(world):
     assert same.rolled_back.sum() <= MOST
 
 
+def test_the_order_in_which_answers_end_breaks_them():
+    """The guard is off: the slower arm's outcomes count later than those of the same moment, and
+    the level of all users falls or rises meanwhile."""
+    facts = {"world": "slow_and_fast_arms", "canaries": CANARIES, "count": 12_000, "order": "end"}
+    bad = simulate(RELEASE, -RELEASE.margin, seed=1, **facts)
+    same = simulate(RELEASE, 0.0, seed=2, **facts)
+    assert bad.promoted.sum() > MOST
+    assert same.rolled_back.sum() > MOST
+
+
+def test_users_who_vote_promote_only_if_they_know_their_arm():
+    release = ReleaseConfig(stages=[0.5], guardrails={})
+    hidden, known = (
+        simulate(release, -0.04, seed=4, canaries=CANARIES, count=6000, guess=guess)
+        for guess in (0.5, 1.0)
+    )
+    assert hidden.promoted.sum() <= MOST
+    assert known.promoted.sum() > 2 * MOST
+
+
 def test_pairing_outcomes_by_rank_breaks_them():
     """The guard is off: the k-th outcome of one arm is paired with those of the other of the same
     rank, so that a level that changes looks like a difference."""

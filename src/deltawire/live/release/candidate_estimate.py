@@ -30,6 +30,8 @@ from deltawire.estimates import OffPolicyEstimate
 from deltawire.live.learning.grouping import MaturedAnswer, trajectory_of
 from deltawire.live.learning.records import LiveRecords
 from deltawire.live.release.off_policy import (
+    bounds,
+    clipped_mass,
     clipped_ratios,
     doubly_robust,
     effective_answers,
@@ -188,6 +190,7 @@ class CandidateEstimator:
             effective=effective,
             mean_ratio=float(whole_N.mean()),
             clipped=float((whole_N > clip).mean()) if clip else 0.0,
+            clipped_mass=clipped_mass(ratios_N),
             logged=float(outcomes_N.mean()),
         )
         if effective < release.estimate_least:
@@ -197,12 +200,19 @@ class CandidateEstimator:
                 f"below {release.estimate_least:g}: the version is too far from those that "
                 "answered, or there are too few answers",
             )
+        if facts.clipped_mass > release.estimate_mass:
+            return replace(
+                facts,
+                refused=f"{facts.clipped_mass:.0%} of the version's own answers are clipped, more "
+                f"than {release.estimate_mass:.0%}: logged answers say too little about it",
+            )
         cases = [MaturedAnswer(one, 0.0, 0.0) for one in answers]
         predicted_N = predicted_outcomes(cases, outcomes_N, users)
         snips = self_normalized(ratios_N, outcomes_N, users)
         robust = doubly_robust(
             ratios_N, outcomes_N, users, logged_N=predicted_N, candidate_N=predicted_N
         )
+        low, high = bounds(ratios_N, outcomes_N, users)
         if not all(np.isfinite([snips.error, robust.error])):
             return replace(facts, refused="all answers are of one user")
         return replace(
@@ -211,6 +221,8 @@ class CandidateEstimator:
             snips_error=snips.error,
             doubly_robust=robust.value,
             doubly_robust_error=robust.error,
+            low=low,
+            high=high,
         )
 
 

@@ -9,6 +9,12 @@ estimate; without one the estimates are consistent. Sources: SNIPS, Swaminathan 
 the doubly robust estimate (DR), Dudík et al. 2011, equation 2; the effective sample size
 (Σ w)² / Σ w², Kong 1992.
 
+The clip leaves out the share 1 − E[w] of the candidate's answers: those that it gives much more
+often than μ, and those that μ never gives. Nothing is known of their outcomes but that they are in
+0 … 1, so the candidate's mean lies in [E[w r], 1 − E[w (1 − r)]], whatever they are. `bounds`
+is that interval, as wide as the clipped share, with the standard errors of both ends (Bottou et al.
+2013, "Counterfactual reasoning and learning systems", section 4.4).
+
 A user's answers resemble each other, so standard errors are those of sums over users (the
 linearization of a ratio, with users as clusters). They are too small while few answers carry the
 weight: below a least effective sample size there is no estimate, only the reason.
@@ -97,6 +103,25 @@ def doubly_robust(
     return MeanEstimate(value, _error((terms_N - value) / len(terms_N), users))
 
 
+def clipped_mass(ratios_N: Array) -> float:
+    """Returns the share of the candidate's answers that clipped ratios leave out, 1 − mean(w), at
+    least 0."""
+    return max(1.0 - float(ratios_N.mean()), 0.0)
+
+
+def bounds(ratios_N: Array, outcomes_N: Array, users: Sequence[str]) -> tuple[float, float]:
+    """Returns the 95 % interval of the candidate's mean outcome, whatever the outcomes of the
+    answers that the clip leaves out: within 0 … 1."""
+    found_N, missed_N = ratios_N * outcomes_N, ratios_N * (1 - outcomes_N)
+    ends = []
+    for sign, terms_N in ((-1.0, found_N), (1.0, missed_N)):
+        mean = float(terms_N.mean())
+        error = _error((terms_N - mean) / len(terms_N), users)
+        end = mean if sign < 0 else 1 - mean
+        ends.append(min(max(end + sign * NORMAL_95 * error, 0.0), 1.0))
+    return ends[0], ends[1]
+
+
 def predicted_outcomes(
     cases: Sequence[BaselineCase], outcomes_N: Array, users: Sequence[str]
 ) -> Array:
@@ -118,7 +143,8 @@ def figures_of_estimate(found: OffPolicyEstimate | None) -> dict[str, float]:
     if found is None or found.snips is None:
         return {}
     names = ("snips", "snips_error", "doubly_robust", "doubly_robust_error", "logged", "effective")
-    figures = {f"estimate_{name}": getattr(found, name) for name in names}
+    more = ("low", "high", "clipped_mass")
+    figures = {f"estimate_{name}": getattr(found, name) for name in (*names, *more)}
     return {name: float(value) for name, value in figures.items() if value is not None}
 
 

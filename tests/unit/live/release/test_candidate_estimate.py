@@ -117,6 +117,17 @@ def test_a_version_too_far_away_is_refused_with_the_reason(model, bucket):
     assert 0 < found.effective < 30
 
 
+def test_a_version_whose_answers_are_mostly_clipped_is_refused(model, bucket):
+    put_rows(bucket, 0, *logged(model, 40, off=-0.2))
+    found, _ = estimated(bucket, model, config_of())
+    assert found.clipped_mass > 0.25
+    assert "own answers are clipped" in found.refused
+    assert found.low is None
+    known, _ = estimated(bucket, model, config_of(estimate_mass=0.9))
+    assert known.low <= known.snips <= known.high
+    assert known.high - known.low >= known.clipped_mass
+
+
 def test_a_version_that_computes_no_numbers_is_refused_and_its_evaluation_is_kept(model, bucket):
     put_rows(bucket, 0, *logged(model, 40))
     broken = copy.deepcopy(model)
