@@ -195,9 +195,9 @@ def simulate(
             values = np.where(rng.random(arms.shape) < VOTERS, votes, values)
         if order == "end" and world == SLOW_ARM:
             ends = np.argsort(np.arange(count) + LAG * arms, axis=1, kind="stable")
-            arms, shares, ripe, values = (
-                np.take_along_axis(one, ends, axis=1) for one in (arms, shares, ripe, values)
-            )
+            arms, shares = (np.take_along_axis(one, ends, axis=1) for one in (arms, shares))
+            values = np.take_along_axis(values, ends, axis=1)
+            ripe = np.take_along_axis(ripe, ends, axis=1)
         worse = ArrivalDifference(tolerance=0.0, sign=-1, shape=(size,))
         harm = _first(worse.add(arms, values, shares) >= log_threshold(budget.rollback))
         metric = ArrivalDifference(tolerance=-release.margin, shape=(size,))

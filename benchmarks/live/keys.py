@@ -62,6 +62,12 @@ KEYS: Final[dict[str, Key]] = {
     "progress_kept": Key(
         "gate", ">=", 0.95, "of the progress of 40 better versions, what serves after the gate"
     ),
+    "creep_loss_100": Key(
+        "creep", "<=", 0.02, "lost by 100 candidates each .005 worse, margins of one budget"
+    ),
+    "creep_progress_kept": Key(
+        "creep", ">=", 0.8, "of the progress of 100 candidates each .005 better, 560,000 users each"
+    ),
     "regression_found_after": Key(
         "canary", "<=", 1.0, "answers until a 5-point drop is rolled back over a fixed test's"
     ),

@@ -140,12 +140,25 @@ def _estimated(found: dict[str, Any], live: dict[str, float] | None) -> str:
         f"estimate from {found['answers']} logged answers (effective: {found['effective']:.1f}): "
         f"SNIPS {found['snips']:.3f} ± {found['snips_error']:.3f}, doubly robust "
         f"{found['doubly_robust']:.3f} ± {found['doubly_robust_error']:.3f}, "
-        f"logged {found['logged']:.3f}; 95 % interval {found['low']:.3f} to {found['high']:.3f}, "
-        f"clipped {found['clipped_mass']:.1%}"
+        f"logged {found['logged']:.3f}"
     )
+    if found["low"] is not None:  # Evaluations of earlier releases have no interval.
+        words += f"; 95 % interval {found['low']:.3f} to {found['high']:.3f}"
+        words += f", clipped {found['clipped_mass']:.1%}"
     if live is not None:
         words += f"; measured: candidate {live['candidate']:.3f}, serving {live['serving']:.3f}"
     return words
+
+
+def _lineage(found: dict[str, Any]) -> str:
+    """Returns what promotions have added up to since a person chose a version, as one line."""
+    words = (
+        f"{found['promotions']} promotions since version {found['first']} by margins of "
+        f"{found['spent']:.3g} together"
+    )
+    if found["bound"] is None:
+        return f"{words}; nothing bounds the sum (live.release.creep)"
+    return f"{words}, of {found['bound']:g} at most; the next margin is {found['margin']:.3g}"
 
 
 def _show(state: dict[str, Any], *, as_json: bool) -> None:
@@ -158,6 +171,8 @@ def _show(state: dict[str, Any], *, as_json: bool) -> None:
         + (f"version {serving['version']} serves" if serving else "no version serves by decision")
         + (f", candidate {candidate['version']} at {state['share']:g}" if candidate else "")
     )
+    if serving is not None:
+        print(f"  {_lineage(state['lineage'])}")  # noqa: T201
     for place, counts in state.get("outcomes", {}).items():
         line = f"{counts['candidate']} of the candidate, {counts['serving']} of the serving version"
         print(f"  outcomes at {place}: {line}")  # noqa: T201

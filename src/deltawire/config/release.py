@@ -67,6 +67,10 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     """The metric's bounds in place of its range."""
     margin: Annotated[float, Meta(gt=0, lt=1)] = 0.02
     """A candidate is promoted once it is shown not to be worse by more than this."""
+    creep: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """What all promotions together may lose, since a person last chose the version that serves:
+    each candidate is tested with half of what is left as its margin, ``margin`` at most. 0: nothing
+    bounds the sum."""
     error_rate: Annotated[float, Meta(gt=0, lt=0.5)] = 0.05
     """Probability of a false promotion, and of a false rollback, over a whole canary."""
     stages: Annotated[list[_Share], Meta(min_length=1, max_length=16)] = field(
@@ -100,8 +104,8 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     """An alarm is raised once users are shown to see less of a candidate's held-out gain than this:
     its gain in the metric is smaller than that in held-out accuracy by more."""
     gate_wait_s: Positive = 86_400.0
-    """A candidate that is not evaluated, or not compared in its shadow, within this time is
-    held."""
+    """A candidate that is not evaluated, or not compared in its shadow, within this time is held.
+    One that the gate held as undecided goes on to users if none newer is evaluated within it."""
     shadow: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """Before the canary, the candidate answers copies of so many requests, unseen by users, and the
     guardrails are judged on them; 0: no shadow."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from deltawire.config import RunConfig, run_config
+from deltawire.config.release import ReleaseConfig
 from deltawire.display import safe_line
 from deltawire.errors import InputError, RetryError
 from deltawire.estimates import OffPolicyEstimate
@@ -20,6 +21,7 @@ from deltawire.launch.role_keys import read_signer
 from deltawire.live.deployment_secret import generation_in_use
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
 from deltawire.live.release.evidence import DifferenceFinding, Evidence, planned_answers
+from deltawire.live.release.lineage import PromotionLineage, lineage_of, with_lineage_margin
 from deltawire.live.release.next_decision import (
     Situation,
     decide_by_hand,
@@ -289,6 +291,7 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
         "serving": _version(newest.serving if newest else None),
         "restores": None,
         "candidate": None,
+        "lineage": _lineage_row(lineage_of(releaser.log, releaser.release), releaser.release),
         "gate_failures": releaser.log.gate_failures(),
         "paused_until": releaser.log.paused_until(),
         "now": now,
@@ -330,7 +333,8 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
 
 def plan_of(releaser: Releaser, *, effect: float, rate: float) -> dict[str, Any]:
     """Returns the outcomes that each stage needs for a candidate better by ``effect``."""
-    stages = planned_answers(releaser.release, effect=effect, rate=rate)
+    release = with_lineage_margin(releaser.log, releaser.release)
+    stages = planned_answers(release, effect=effect, rate=rate)
     return {
         "effect": effect,
         "rate": rate,
@@ -375,6 +379,16 @@ def _shadow_row(shadow: ShadowEvidence | None, wanted: int) -> dict[str, Any] | 
         "dropped": shadow.dropped,
         "first_s": {"candidate": shadow.first_s[0], "serving": shadow.first_s[1]},
         "tests": {name: _test_row(one) for name, one in shadow.guardrails.items()},
+    }
+
+
+def _lineage_row(found: PromotionLineage, release: ReleaseConfig) -> dict[str, Any]:
+    return {
+        "first": found.first,
+        "promotions": found.promotions,
+        "spent": found.spent,
+        "margin": found.margin,
+        "bound": release.creep or None,
     }
 
 

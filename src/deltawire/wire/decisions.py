@@ -89,6 +89,8 @@ PAUSED_UNTIL = "paused_until"
 """The figure of such a rollback that says until when learning pauses, in seconds since 1970."""
 ENDED = "ended_undecided"
 """The figure of a hold that ended a canary without a decision: its candidate is shown no more."""
+MARGIN_SPENT = "margin_spent"
+"""The figure of a promotion that says which part of a lineage's budget of margins it spent."""
 FORGETS = "forgets_versions"
 """The figure of a rollback that rebuilds a run without a user's answers: how many versions had been
 trained on them. Learners then train again on the other answers of the withdrawn versions."""

@@ -21,6 +21,7 @@ from collections import Counter
 from deltawire.config.live import LiveConfig
 from deltawire.live.learning.records import LiveRecords
 from deltawire.live.release.evidence import CanaryTests, Evidence, HeldoutAccuracy
+from deltawire.live.release.lineage import with_lineage_margin
 from deltawire.live.release.outcomes import OutcomeRules, SettledAnswer
 from deltawire.live.release.upload_progress import complete_until
 from deltawire.runtime.decision_log import DecisionLog
@@ -138,7 +139,8 @@ class CanaryOutcomes:
             self._rules.reported.clear()
             self._rules.clipped.clear()
             self._canary = canary
-            self._tests = CanaryTests(self._release, _heldout(log, decision))
+            release = with_lineage_margin(log, self._release)
+            self._tests = CanaryTests(release, _heldout(log, decision))
             self._users, self._asked_until, self.late = Counter(), float("-inf"), 0
         complete = complete_until(self._bucket, now)  # Before rows are read: they may be newer.
         self.records.poll()

@@ -23,12 +23,14 @@ import msgspec
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
 from deltawire.live.release.evidence import CanaryTests, Evidence
+from deltawire.live.release.lineage import with_lineage_margin
 from deltawire.live.release.paired_gate import Scores, compare_sets
 from deltawire.live.release.shadow_evidence import ShadowEvidence, shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.wire.decisions import (
     ENDED,
     GATE_FAILURES,
+    MARGIN_SPENT,
     PAUSED_UNTIL,
     RESTORES,
     UNDECIDED,
@@ -93,7 +95,7 @@ def decide_next(
 ) -> Decision | None:
     """Returns the decision that follows from the situation; None if nothing changes. It records the
     estimate next to what users showed, and does not depend on it."""
-    decision = _next(log, release, situation, by=by)
+    decision = _next(log, with_lineage_margin(log, release), situation, by=by)
     before = log.newest
     if decision is None or before is None or before.verdict not in UNDECIDED:
         return decision
@@ -282,12 +284,17 @@ def _pass_gate(
     if failed := [one.words for one in findings if one.failed]:
         reason = f"evaluation gate: {'; '.join(failed)}"
         return make.stop_at_gate(before, release.pause_s, reason, figures)
+    reason = "passed the evaluation gate"
     if undecided := [one.words for one in findings if one.below]:
-        reason = f"evaluation gate, undecided: {'; '.join(undecided)}"
-        return make.hold(before, reason, figures)
+        waited = before.verdict == "hold" and situation.now >= before.at + release.gate_wait_s
+        if not waited:
+            reason = f"evaluation gate, undecided: {'; '.join(undecided)}"
+            return make.hold(before, reason, figures)
+        # A trainer that waits for this decision makes no newer version, so users decide.
+        reason = f"undecided at the evaluation gate for {release.gate_wait_s:g} s, and none newer"
     if release.shadow:
-        return make.shadow(before, release.shadow_share, "passed the evaluation gate", figures)
-    return make.canary(before, release.stages[0], "passed the evaluation gate", figures)
+        return make.shadow(before, release.shadow_share, reason, figures)
+    return make.canary(before, release.stages[0], reason, figures)
 
 
 def _leave_shadow(
@@ -330,7 +337,8 @@ def _go_on(
         reason = f"no harm in {mine} outcomes at a share of {before.share:g}"
         return make.canary(before, following, reason, figures)
     if mine >= release.stage_outcomes and evidence.metric.rejects:
-        reason = f"not worse than version {before.serving.version} by {release.margin:g}"
+        reason = f"not worse than version {before.serving.version} by {release.margin:.3g}"
+        figures |= {MARGIN_SPENT: release.margin}
         return make.decision("promote", candidate, reason=reason, evidence=figures)
     reason = f"undecided after {mine + theirs} outcomes at a share of {before.share:g}"
     if mine + theirs >= END_AFTER * release.max_outcomes:

@@ -78,6 +78,20 @@ def test_an_undecided_candidate_gives_way_to_the_next_evaluated_version():
     assert "undecided" in fault_after(log.newest, older.__class__(**_fields(older, number=9)))
 
 
+def test_an_undecided_candidate_goes_on_to_users_if_none_newer_comes():
+    theirs = [1.0, 0.0] * 50
+    scores = {3: {"accuracy": score(theirs)}, 5: {"accuracy": score([0.0] * 5 + theirs[5:])}}
+    log = DecisionLog(open_bucket("memory://", create=True), "1" * 32)
+    found = []
+    for now in (1.0, 2.0, 3.0, 3.0 + RELEASE.gate_wait_s - 1, 3.0 + RELEASE.gate_wait_s):
+        situation = Situation(newest=OLD, scores=scores, candidate=NEW, now=now)
+        decision = decide_next(log, RELEASE, situation, by="g0")
+        found.append(decision.verdict if decision else None)
+        if decision is not None:
+            assert log.append(decision)
+    assert found == ["serve", "gate", "hold", None, "canary"]
+
+
 def _fields(decision, **changed):
     return {name: getattr(decision, name) for name in decision.__struct_fields__} | changed
 
