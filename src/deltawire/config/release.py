@@ -68,7 +68,7 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     margin: Annotated[float, Meta(gt=0, lt=1)] = 0.02
     """A candidate is promoted once it is shown not to be worse by more than this."""
     creep: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """What all promotions together may lose, since a person last chose the version that serves:
+    """The loss of all promotions together, since a person last chose the version that serves:
     each candidate is tested with half of what is left as its margin, ``margin`` at most. 0: nothing
     bounds the sum."""
     error_rate: Annotated[float, Meta(gt=0, lt=0.5)] = 0.05

@@ -189,7 +189,11 @@ def test_decisions_that_cannot_follow_are_void():
     assert "does not follow the gate" in follows(shadow, "shadow", copies=1.0, salt=name)
     assert "assigns users again" in follows(shadow, "canary", share=0.5, salt="another")
     assert follows(shadow, "hold", copies=0.7, salt=name, waits_for="data")
-    assert follows(shadow, "hold", waits_for="data")
+    assert not follows(shadow, "hold", waits_for="person"), (
+        "a hold may show the candidate to nobody"
+    )
+    assert follows(shadow, "hold", copies=0.5, waits_for="data")
+    assert follows(shadow, "hold")
     assert not follows(shadow, "hold", copies=0.5, salt=name, waits_for="data")
     assert not follows(shadow, "canary", share=0.5, salt=name)
     assert follows(shadow, "rollback", copies=0.5)
