@@ -85,7 +85,9 @@ def compare_sets(
     release: ReleaseConfig, mine: Mapping[str, SetScore], theirs: Mapping[str, SetScore]
 ) -> list[SetFinding]:
     """Compares a candidate's scores with the serving version's on every set of the gate, which both
-    must have."""
+    must have. A gate without sets has no share of the error budget, and nothing to compare."""
+    if not release.gate:
+        return []
     threshold = log_threshold(error_budget(release).gate)
     return [
         _compared(name, mine[name], theirs[name], margin, threshold)
