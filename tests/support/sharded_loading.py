@@ -64,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
 
 def measured(url: str, ranks: int, *, meta: bool) -> dict:
     served_share.SAMPLED = 16  # As below, against a tensor.
-    dither._CHUNK = 512  # Its intermediate results are small against a tensor, as this model's are.
+    dither._CHUNK_ON_CPU = 512  # Its intermediate results are small against a tensor, as this model's are.
     config = parse_config({"name": "m", "train": {"ranks": ranks}}, source="test")
     bucket = open_bucket(url)
     run = read_run(bucket)
