@@ -103,7 +103,7 @@ def test_a_box_of_a_tensor_gets_the_values_of_the_whole(case):
 def test_long_tensors_are_dithered_chunk_by_chunk(monkeypatch):
     numbers = torch.randn(1000, generator=torch.Generator().manual_seed(1)).bfloat16()
     whole = dithered(numbers, torch.bfloat16)
-    monkeypatch.setattr("deltawire.train.dither._CHUNK", 7)
+    monkeypatch.setattr("deltawire.train.dither._CHUNK_ON_CPU", 7)
     assert torch.equal(dithered(numbers, torch.bfloat16), whole)
 
 
