@@ -64,7 +64,8 @@ class LiveBytes(TorchDispatchMode):
 
 def measured(url: str, ranks: int, *, meta: bool) -> dict:
     served_share.SAMPLED = 16  # As below, against a tensor.
-    dither._CHUNK_ON_CPU = 512  # Its intermediate results are small against a tensor, as this model's are.
+    # The intermediate results are small against a tensor here, as those of a real model are.
+    dither._CHUNK_ON_CPU = 512
     config = parse_config({"name": "m", "train": {"ranks": ranks}}, source="test")
     bucket = open_bucket(url)
     run = read_run(bucket)
