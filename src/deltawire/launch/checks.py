@@ -108,7 +108,7 @@ def check_positions(config: RunConfig) -> None:
     """Raises `InputError` if sequences may be longer than the model was trained for."""
     if not config.model.path:
         return
-    positions = positions_of(_json_of(Path(config.model.path) / "config.json"))
+    positions = model_positions(config.model.path)
     if positions and config.rollout.context > positions:
         raise InputError(
             f"rollout.context is {config.rollout.context}, and {config.model.path} has "
@@ -116,6 +116,11 @@ def check_positions(config: RunConfig) -> None:
             hint=f"set rollout.context to {positions} or less, or rope_scaling in the model's "
             "config.json",
         )
+
+
+def model_positions(path: str) -> int:
+    """Returns the longest sequence of the model in a directory, 0 if it states none."""
+    return positions_of(_json_of(Path(path) / "config.json"))
 
 
 def positions_of(settings: dict[str, Any]) -> int:

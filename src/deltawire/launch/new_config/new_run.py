@@ -11,7 +11,7 @@ from typing import Literal
 from deltawire.config import RunConfig, TaskConfig, check_config
 from deltawire.data.rows import open_rows
 from deltawire.errors import InputError
-from deltawire.launch.checks import check_model, has_chat_template
+from deltawire.launch.checks import check_model, has_chat_template, model_positions
 from deltawire.launch.new_config.document import Document
 from deltawire.launch.new_config.size import CPU, Sizing, size_trainer
 
@@ -87,8 +87,7 @@ def new_config(wishes: Wishes, *, where: Path) -> str:
     document.key("seed", 0)
     _model(document, wishes)
     _task(document, wishes)
-    tokens = wishes.max_tokens or _answer_tokens(wishes)
-    context = _context(wishes, tokens)
+    tokens, context = _lengths(wishes)
     sizing = Sizing("A model of 1.4 M parameters trains on two cores.")
     if not wishes.scratch:
         sizing = size_trainer(wishes.model, on=wishes.on, mode=wishes.mode, context=context)
@@ -260,6 +259,17 @@ def _drawn_answers(dataset: str) -> list[str]:
     tasks = open_tasks(TaskConfig(dataset=dataset, heldout=1), seed=0)
     drawn = (tasks.draw("init", number).data for number in range(SAMPLED // 20))
     return [str(data["answer"]) for data in drawn if data.get("answer")]
+
+
+def _lengths(wishes: Wishes) -> tuple[int, int]:
+    """Returns the most tokens of an answer and of a sequence, which the model's positions bound."""
+    tokens = wishes.max_tokens or _answer_tokens(wishes)
+    context = _context(wishes, tokens)
+    positions = 0 if wishes.scratch else model_positions(wishes.model)
+    if not positions or context <= positions:
+        return tokens, context
+    parts = 6 if wishes.task == "workspace" else 2
+    return wishes.max_tokens or min(tokens, positions // parts), positions
 
 
 def _context(wishes: Wishes, tokens: int) -> int:

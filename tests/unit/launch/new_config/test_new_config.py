@@ -8,7 +8,7 @@ import pytest
 
 from deltawire.config import check_config
 from deltawire.errors import InputError
-from deltawire.launch.checks import check_start
+from deltawire.launch.checks import check_positions, check_start
 from deltawire.launch.new_config import Document, Wishes, new_config, size, write_new
 from deltawire.plan.run_memory import memory_of
 
@@ -237,3 +237,18 @@ def test_less_memory_means_smaller_batches(tmp_path, monkeypatch):
         assert chosen[-1] <= 0.9 * (free << 30)
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[0] > chosen[-1]
+
+
+@pytest.mark.parametrize(
+    ("positions", "stated", "tokens", "context"),
+    [(512, 0, 256, 512), (1000, 0, 500, 1000), (40960, 0, 512, 1024), (512, 100, 100, 512)],
+)
+def test_sequences_are_no_longer_than_the_positions_of_the_model(
+    tmp_path, model, positions, stated, tokens, context
+):
+    path = model / "config.json"
+    settings = json.loads(path.read_text()) | {"max_position_embeddings": positions}
+    path.write_text(json.dumps(settings))
+    config = written(Wishes(model=str(model), on="8xh200", max_tokens=stated), tmp_path)
+    check_positions(config)
+    assert (config.rollout.max_tokens, config.rollout.context) == (tokens, context)
