@@ -3,6 +3,7 @@
 import os
 import random
 import stat
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,9 @@ class WriteLog:
         self.root = str(root)
         self.events = []
         self._files = {}
+        # Names change and are recorded in one step: another thread that found a new folder could
+        # otherwise record its file there before the folder.
+        self._order = threading.Lock()
 
     def mark(self, what):
         self.events.append(("mark", what))
@@ -34,11 +38,12 @@ class WriteLog:
         }
 
         def opened(path, flags, *rest, **more):
-            descriptor = real["open"](path, flags, *rest, **more)
-            if self._inside(path):
-                self._files[descriptor] = os.fspath(path)
-                if flags & os.O_CREAT:
-                    self.events.append(("make", os.fspath(path)))
+            with self._order:
+                descriptor = real["open"](path, flags, *rest, **more)
+                if self._inside(path):
+                    self._files[descriptor] = os.fspath(path)
+                    if flags & os.O_CREAT:
+                        self.events.append(("make", os.fspath(path)))
             return descriptor
 
         def write(descriptor, data):
@@ -59,17 +64,19 @@ class WriteLog:
 
         def two(name):
             def call(first, second, **more):
-                real[name](first, second, **more)
-                if self._inside(second):
-                    self.events.append((name, os.fspath(first), os.fspath(second)))
+                with self._order:
+                    real[name](first, second, **more)
+                    if self._inside(second):
+                        self.events.append((name, os.fspath(first), os.fspath(second)))
 
             return call
 
         def one(name):
             def call(path, *rest, **more):
-                real[name](path, *rest, **more)
-                if self._inside(path):
-                    self.events.append((name, os.fspath(path)))
+                with self._order:
+                    real[name](path, *rest, **more)
+                    if self._inside(path):
+                        self.events.append((name, os.fspath(path)))
 
             return call
 
