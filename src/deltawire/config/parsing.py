@@ -21,6 +21,8 @@ from deltawire.config.served import published, samples_quantized, served_exporte
 from deltawire.errors import InputError
 
 MAX_CONFIG_BYTES = 1 << 20
+SMALLEST_OF_CAP = 20
+"""Groups of more answers satisfy `live.user_cap` 0.05, the default of earlier releases."""
 MOST_RESULTS = 6144
 """Results of problems that the controller compares, in one evaluation's event: a line of events is
 cut at 64 KiB, and decisions must follow from what was recorded."""
@@ -403,7 +405,9 @@ def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
     if isinstance(train := raw.get("train"), dict):
         raw = {**raw, "train": _train_of_before(train)}
     if isinstance(live := raw.get("live"), dict):
-        raw = {**raw, "live": _live_of_before(live)}
+        rollout = raw.get("rollout")
+        size = rollout.get("group_size") if isinstance(rollout, dict) else None
+        raw = {**raw, "live": _live_of_before(live, size)}
     return parse_config(raw, source=f"{url}/run.json")
 
 
@@ -417,11 +421,14 @@ def _train_of_before(train: dict[str, Any]) -> dict[str, Any]:
     return train
 
 
-def _live_of_before(live: dict[str, Any]) -> dict[str, Any]:
+def _live_of_before(live: dict[str, Any], group_size: object) -> dict[str, Any]:
     """Returns the section ``live`` of a run that an earlier release created, in today's keys."""
     # Labels that clients choose limit nothing any more.
     kept = {key: value for key, value in live.items() if key not in ("cohort_cap", "outlier_limit")}
-    # This was the default, for groups of any size; those below 21 could not satisfy it.
+    # This was the default, for groups of any size. Those below 21 could not satisfy it, so only an
+    # earlier release created runs with both.
+    if isinstance(group_size, int) and group_size > SMALLEST_OF_CAP:
+        return kept
     return {key: value for key, value in kept.items() if (key, value) != ("user_cap", 0.05)}
 
 

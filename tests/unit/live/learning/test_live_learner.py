@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -210,6 +211,15 @@ def test_a_cap_that_no_group_satisfies_is_refused_when_it_is_read(group_size, ca
     assert read().live.largest_share(group_size) == min(1.0, 2 / group_size)
     stored = {"name": "r", "rollout": {"group_size": 8}, "live": {"user_cap": 0.05}}
     assert run_config(stored, url="r").live.largest_share(8) == 0.25, "a run of an earlier release"
+
+
+def test_a_stated_cap_is_read_back_from_a_run():
+    """0.05 was the default of earlier releases, whose runs it is left out of if nothing fits it."""
+    config = parse_config(
+        {"name": "r", "rollout": {"group_size": 24}, "live": {"user_cap": 0.05}}, source="test"
+    )
+    stored = msgspec.to_builtins(config)
+    assert run_config(stored, url="r").live.user_cap == config.live.user_cap == 0.05
 
 
 def learned_by(config, *, count):
