@@ -22,8 +22,11 @@ from deltawire.config import (
     parse_config,
     run_config,
 )
+from deltawire.config.sections import MOST_GROUPS
 from deltawire.errors import InputError
 from deltawire.rl.control.staleness import policy_of
+from deltawire.wire.ledger import GROUP_HASH_DIGITS, CommitMetadata, PromptRecord
+from deltawire.wire.manifest import MAX_METADATA_BYTES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALLEST = {"name": "run", "model": {"build": {}}}
@@ -636,6 +639,43 @@ def test_an_impossible_staleness_is_refused_with_the_reason(name):
     with pytest.raises(InputError, match=reason) as caught:
         parse_config({**SMALLEST, "train": train}, source="here")
     assert caught.value.hint
+
+
+def test_more_groups_than_a_manifest_can_name_are_refused_before_the_run():
+    """The first commit refused them, after a step was made."""
+    assert parse_config({**SMALLEST, "train": {"groups_per_step": MOST_GROUPS}}, source="here")
+    with pytest.raises(InputError, match="has room for 8,192 groups: groups_per_step is 8,193"):
+        parse_config({**SMALLEST, "train": {"groups_per_step": MOST_GROUPS + 1}}, source="here")
+
+
+@pytest.mark.parametrize(
+    ("groups", "extra"),
+    [
+        (MOST_GROUPS, {}),
+        (
+            MOST_GROUPS // 4,
+            {
+                "parts": [1] * (MOST_GROUPS // 4),
+                "prompts": [
+                    PromptRecord(
+                        position=(1 << 62) - 1, task="f" * 16, verdict="partial", pilot=4096,
+                        completions=4096, finished=4096, successes=4096, defers=1000,
+                    )
+                ]
+                * (MOST_GROUPS // 4),
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_as_many_groups_as_are_allowed_fit_with_the_longest_names(groups, extra):
+    metadata = CommitMetadata(
+        step=10**10 - 1,
+        consumed=[("w" * 63, 10**10 - 1)] * groups,
+        hashes=["f" * GROUP_HASH_DIGITS] * groups,
+        **extra,
+    )
+    size = len(msgspec.json.encode(metadata.to_dict()))
+    assert size < 0.9 * MAX_METADATA_BYTES  # The rest is for groups that were dropped.
 
 
 @pytest.mark.parametrize("bound", [0, 1, 4])

@@ -16,7 +16,7 @@ from deltawire.config.base import Section
 from deltawire.config.exporters import quantizing, scheme_of
 from deltawire.config.reuse import sharing_of
 from deltawire.config.scaffold import BUILT_IN_SCAFFOLDS, turn_limit
-from deltawire.config.sections import RunConfig
+from deltawire.config.sections import MOST_GROUPS, RunConfig
 from deltawire.config.served import published, samples_quantized, served_exporter
 from deltawire.errors import InputError
 
@@ -196,6 +196,12 @@ def _allocation_fault(config: RunConfig) -> tuple[str, str] | None:
     if allocation.policy == "fixed":
         return None
     where = f'rollout.allocation.policy = "{allocation.policy}"'
+    if train.groups_per_step > MOST_GROUPS // 4:
+        reason = (
+            f"{where}: a version's manifest has room for the records of {MOST_GROUPS // 4:,} "
+            f"prompts, train.groups_per_step is {train.groups_per_step:,}"
+        )
+        return reason, "lower train.groups_per_step"
     if train.staleness.policy == "windowed_fifo":
         reason = f"{where}: skipped prompts leave no gap-free order for windowed_fifo"
         return reason, 'set train.staleness.policy = "strict" or "requeue"'

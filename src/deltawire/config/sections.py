@@ -32,6 +32,10 @@ OnFull = Literal["end", "drop", "summary"]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|mps|cuda(:[0-9]{1,3})?)\Z")]
 Ranks = Annotated[int, Meta(ge=1, le=65536)]
 
+MOST_GROUPS = 8192
+"""Groups of a step: a version's manifest names each, in at most 1 MiB, and this many fit with the
+longest names of workers."""
+
 
 class BuildConfig(Section, frozen=True, kw_only=True):
     """An architecture to build with random weights and a byte tokenizer.
@@ -323,6 +327,10 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     def contradiction(self) -> tuple[str, str] | None:
         """Finds a contradiction between staleness and loss: the reason and what to do, or None."""
+        if self.groups_per_step > MOST_GROUPS:
+            room = f"a version's manifest names its groups, and has room for {MOST_GROUPS:,} groups"
+            reason = f"{room}: groups_per_step is {self.groups_per_step:,}"
+            return reason, "lower groups_per_step, or raise rollout.group_size"
         if self.minibatches > self.groups_per_step:
             return (
                 f"{self.groups_per_step} groups cannot fill {self.minibatches} minibatches",

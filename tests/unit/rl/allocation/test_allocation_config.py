@@ -39,6 +39,7 @@ def parsed(allocation, rollout=None, train=None):
             "leave no gap-free order for windowed_fifo",
         ),
         ({"policy": "pilot"}, {}, {"loss": {"advantage": "given"}}, "takes them as advantages"),
+        ({"policy": "pilot"}, {}, {"groups_per_step": 2049}, "records of 2,048 prompts"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error(allocation, rollout, train, words):
