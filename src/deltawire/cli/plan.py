@@ -114,7 +114,7 @@ def _simulate(
     from rich.console import Console
 
     from deltawire.errors import InputError
-    from deltawire.plan.fleet.planner import describe_fleet
+    from deltawire.plan.fleet.description import describe_fleet
     from deltawire.plan.fleet.views import simulation_view
 
     try:

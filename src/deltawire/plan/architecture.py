@@ -8,7 +8,7 @@ FLOPs all follow from that list. `deltawire.plan.families` builds it.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -27,6 +27,8 @@ class Matrix:
     bias: int = 0
     adaptable: bool = True
     """LoRA on all linear layers gives it an adapter; routers and indexers get none."""
+    columns: bool = field(default=False, repr=False)
+    """A rank of a tensor-parallel engine serves columns of it: an output projection."""
 
     @property
     def parameters(self) -> int:
@@ -170,6 +172,26 @@ class Model:
     def expert_parameters(self) -> int:
         """Parameters of routed experts."""
         return sum(count * layer.part("experts") for layer, count in self.kinds)
+
+    @cached_property
+    def matrices(self) -> tuple[int, int]:
+        """The number of matrices of routed experts, and of all others, in all layers."""
+        found = [0, 0]
+        for layer, count in self.kinds:
+            for matrix in layer.matrices:
+                found[matrix.part != "experts"] += count * matrix.copies
+        return found[0], found[1]
+
+    @cached_property
+    def column_parameters(self) -> tuple[int, int]:
+        """Parameters that tensor-parallel engines divide by columns: those of routed experts, and
+        the others."""
+        found = [0, 0]
+        for layer, count in self.kinds:
+            for matrix in layer.matrices:
+                if matrix.columns:
+                    found[matrix.part != "experts"] += count * matrix.parameters
+        return found[0], found[1]
 
     @cached_property
     def fingerprint(self) -> str:

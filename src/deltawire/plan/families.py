@@ -105,7 +105,7 @@ def _grouped(
         Matrix("attention", hidden, queries * twice, bias=queries * twice * biased),
         Matrix("attention", hidden, keys, bias=keys * biased),
         Matrix("attention", hidden, keys, bias=keys * biased),
-        Matrix("attention", queries, hidden, bias=hidden * (bias == "all")),
+        Matrix("attention", queries, hidden, bias=hidden * (bias == "all"), columns=True),
     ]
     others = {"": 0, "head": 2 * width, "full": queries + keys}[norm] + heads * sinks
     attention = Attention(
@@ -135,7 +135,7 @@ def _latent(fields: _Fields) -> tuple[list[Matrix], int, Attention]:
     matrices += [
         Matrix("attention", hidden, rank + rope, bias=(rank + rope) * biased),
         Matrix("attention", rank, heads * (plain + value)),
-        Matrix("attention", heads * value, hidden, bias=hidden * biased),
+        Matrix("attention", heads * value, hidden, bias=hidden * biased, columns=True),
     ]
     attention = Attention(
         "latent",
@@ -157,7 +157,7 @@ def _dense(
     hidden = fields.hidden
     return [
         Matrix("dense_mlp", hidden, intermediate, copies=2, bias=intermediate * bias),
-        Matrix("dense_mlp", intermediate, hidden, bias=hidden * bias),
+        Matrix("dense_mlp", intermediate, hidden, bias=hidden * bias, columns=True),
     ], FeedForward(intermediate=intermediate)
 
 
@@ -180,14 +180,14 @@ def _experts(
     matrices = [
         Matrix("router", hidden, count, bias=count * bias, adaptable=False),
         Matrix("experts", inner, 2 * intermediate, copies=count, bias=2 * intermediate * bias),
-        Matrix("experts", intermediate, inner, copies=count, bias=inner * bias),
+        Matrix("experts", intermediate, inner, count, bias=inner * bias, columns=True),
     ]
     if inner != hidden:
         matrices += [Matrix("attention", hidden, inner), Matrix("attention", inner, hidden)]
     if shared:
         matrices += [
             Matrix("shared_experts", hidden, shared, copies=2),
-            Matrix("shared_experts", shared, hidden),
+            Matrix("shared_experts", shared, hidden, columns=True),
         ]
     if shared_gate:
         matrices.append(Matrix("shared_experts", hidden, 1, adaptable=False))
@@ -325,7 +325,7 @@ def _delta_net(fields: _Fields) -> tuple[list[Matrix], int, Attention]:
         Matrix("attention", hidden, mixed),
         Matrix("attention", hidden, values),
         Matrix("attention", hidden, value_heads, copies=2),
-        Matrix("attention", values, hidden),
+        Matrix("attention", values, hidden, columns=True),
     ]
     others = mixed * config.linear_conv_kernel_dim + 2 * value_heads + value_width
     state = value_heads * key_width * value_width
@@ -370,7 +370,7 @@ def _deepseek_v4(fields: _Fields, index: int) -> DecoderLayer:
         Matrix("attention", low, heads * width),
         Matrix("attention", hidden, width),
         Matrix("attention", heads * width // groups, groups * out),
-        Matrix("attention", groups * out, hidden),
+        Matrix("attention", groups * out, hidden, columns=True),
     ]
     others = low + width + heads
     rate = _compression(fields, index)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from deltawire.plan.fleet.rates import CoreCost
+from deltawire.plan.fleet.rates import FREE
 from deltawire.plan.fleet.transfer import Amounts, Readers, Writer, follow, publish
 
-FREE = CoreCost(0.0, 0.0)
 FIREWORKS_FP8_SHARE = 20.3 / 1024
 """Published for a model of 1,024 GiB."""
 

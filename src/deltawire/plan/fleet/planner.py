@@ -9,41 +9,26 @@ each version once, decodes it to verify it, and puts it into the region's own bu
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
 from deltawire.plan.architecture import Model
-from deltawire.plan.fleet.methods import FREE, method_seconds, other_methods
+from deltawire.plan.fleet.cold_start import ColdStart, cold_start
+from deltawire.plan.fleet.costs import DAY_S, Bill, CostLine, Day, bill_of, engines_of
+from deltawire.plan.fleet.description import (
+    Described,
+    describe_fleet,
+    divided_matrices,
+    relay_timeline,
+)
+from deltawire.plan.fleet.methods import method_seconds, other_methods
 from deltawire.plan.fleet.rates import Rates
 from deltawire.plan.fleet.request import PlanRequest, RegionSection
 from deltawire.plan.fleet.staleness import engines_needed, staleness
 from deltawire.plan.fleet.stores import StoreKind
-from deltawire.plan.fleet.transfer import (
-    Amounts,
-    Hop,
-    HopTimeline,
-    Readers,
-    Writer,
-    follow,
-    publish,
-)
-from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES
-from deltawire.sync.maintain.blob_copies import copies_at_once
+from deltawire.plan.fleet.transfer import Amounts, HopTimeline, follow, publish
 from deltawire.sync.publish.encoding import BLOB_BYTES, UPLOAD_BYTES
-
-DAY_S = 86_400.0
-QUANTISE_BYTES = 5
-"""Bytes of device memory that quantising moves for each code: a float32 in, a code out."""
-DEVICE_UTILIZATION = 0.5
-"""Assumed share of a device's bandwidth that quantising and scattered writes reach."""
-CORE_UTILIZATION = 0.8
-"""Assumed share of a linear speed-up that all cores of a server reach."""
-TABLE_READS = 2
-"""Requests by which a relay reads the list of blobs from the piece table that it copied."""
-LINE_BYTES = 64
-"""Bytes of device memory that one scattered write moves: a line of 32 bytes in and out."""
 
 
 class HopLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +57,9 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     ``polls_share`` that of polling. ``keeps_up`` is false if its relay or its readers need longer
     for a version than there is between two. Memory is of one rank, in bytes. ``needed_bytes_s`` is
     the rate that each reader needs to meet the goal, None without a goal or if no rate would do.
+    ``version_dollars_a_day`` are those of deltas only, to compare with other methods and whole
+    checkpoints; ``dollars_a_day`` are all that the region's processes ask of any bucket.
+    ``relay_host_bytes`` is what a relay holds while it makes the region's anchors, 0 without one.
     """
 
     name: str
@@ -89,15 +77,20 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes_per_rank: float
     bytes_a_day: float
     crossing_bytes_a_day: float
+    version_dollars_a_day: float
     dollars_a_day: float
     whole_bytes_a_day: float
     whole_dollars_a_day: float
     staleness_mean: float
+    cold: ColdStart
+    relay_host_bytes: float
     methods: list[MethodLine]
 
 
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A whole plan. ``period_s`` is the time of a step, longer than asked for if rollouts bind.
+    ``costs`` add up to ``dollars_a_day``; of these, ``version_dollars_a_day`` are for deltas, and
+    ``kept_days`` those of which everything is stored. ``warnings`` name keys without effect.
 
     Example::
 
@@ -130,184 +123,15 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     engines: int
     engines_needed: int
     versions_a_day: float
+    version_dollars_a_day: float
     dollars_a_day: float
+    kept_days: float
     whole_dollars_a_day: float
     accelerators: int
     accelerator_dollars_a_day: float | None
+    costs: list[CostLine]
+    warnings: list[str]
     regions: list[RegionPlan]
-
-
-@dataclass(frozen=True)
-class Relaying:
-    """A relay: how it reads the trainer's bucket, and how it writes its region's.
-
-    Example::
-
-        relay_timeline(amounts, described.relays["europe"])
-    """
-
-    source: Readers
-    get_s: float
-    put_s: float
-    put_bytes_s: float
-
-
-@dataclass(frozen=True)
-class Described:
-    """A fleet as the arguments of the formulas and of the simulation.
-
-    Example::
-
-        described = describe_fleet(request, model, rates, changed=0.0027)
-    """
-
-    amounts: Amounts
-    writer: Writer
-    relays: dict[str, Relaying]
-    readers: dict[str, Readers]
-
-
-def describe_fleet(
-    request: PlanRequest, model: Model, rates: Rates, *, changed: float
-) -> Described:
-    """Turns a plan's sections into the arguments of `publish` and `follow`."""
-    precision = request.model.precision
-    codec = rates.codec(precision)
-    amounts = Amounts.of(
-        model.parameters,
-        precision,
-        share=changed,
-        bits_per_change=request.model.bits_per_change or codec.bits_per_change(changed),
-        ranks=request.trainer.accelerators,
-    )
-    trainer = request.trainer
-    accelerator, store = request.accelerator(trainer.accelerator), request.store(trainer.store)
-    per_host = min(accelerator.per_node, trainer.accelerators)
-    quantise = accelerator.bandwidth_gb_s * 1e9 * DEVICE_UTILIZATION / QUANTISE_BYTES
-    writer = Writer(
-        ranks=trainer.accelerators,
-        cores=max(1.0, trainer.cores_per_host / per_host) * CORE_UTILIZATION,
-        copy_bytes_s=accelerator.host_link_gb_s * 1e9,
-        quantise_bytes_s=quantise if precision == "fp8" else 0.0,
-        encode=codec.encode,
-        link_bytes_s=trainer.link_gb_s * 1e9 / per_host,
-        connection_bytes_s=store.connection_mb_s * 1e6,
-        put_s=store.put_ms / 1e3,
-        get_s=store.get_ms / 1e3,
-        version_s=rates.publish_s,
-        writes_per_s=store.writes_per_s,
-    )
-    readers = {
-        region.name: _readers(request, region, model, rates, amounts) for region in request.regions
-    }
-    relays = {
-        region.name: _relay(request, region, readers[region.name])
-        for region in request.regions
-        if region.away and region.relay
-    }
-    return Described(amounts, writer, relays, readers)
-
-
-def reader_share(model: Model, region: RegionSection) -> float:
-    """Returns the share of the model's values that one rank of an engine holds."""
-    experts = model.expert_parameters
-    divided = max(region.tensor_parallel, region.expert_parallel)
-    rest = (model.parameters - experts) / region.tensor_parallel
-    return (rest + experts / divided) / model.parameters
-
-
-def _readers(
-    request: PlanRequest,
-    region: RegionSection,
-    model: Model,
-    rates: Rates,
-    amounts: Amounts,
-) -> Readers:
-    accelerator = request.accelerator(region.accelerator)
-    direct = region.away and not region.relay
-    store = request.store(request.trainer.store if direct else region.store)
-    per_host = min(accelerator.per_node, region.accelerators)
-    change_bytes = 4 + amounts.width
-    line_s = (change_bytes + LINE_BYTES) / (accelerator.bandwidth_gb_s * 1e9 * DEVICE_UTILIZATION)
-    return Readers(
-        count=region.accelerators,
-        share=reader_share(model, region),
-        per_host=per_host,
-        cores=max(1.0, region.cores_per_host * CORE_UTILIZATION),
-        serial_cores=min(float(per_host), float(region.cores_per_host)),
-        decode=rates.codec(request.model.precision).decode,
-        link_bytes_s=region.link_gb_s * 1e9,
-        region_bytes_s=(region.cross_gb_s if direct else region.total_gb_s) * 1e9,
-        connection_bytes_s=store.connection_mb_s * 1e6,
-        get_s=store.get_ms / 1e3,
-        poll_s=region.poll_s,
-        interval_s=request.trainer.step_s,
-        stage_change_s=change_bytes / (accelerator.host_link_gb_s * 1e9),
-        swap_change_s=line_s,
-        staged_on_cores=False,
-        version_s=rates.follow_s,
-        reads_per_s=store.reads_per_s,
-        blob_cache=region.blob_cache,
-    )
-
-
-def _relay(request: PlanRequest, region: RegionSection, readers: Readers) -> Relaying:
-    """Describes the relay of a region, which gets whole blobs and decodes none."""
-    source, target = request.store(request.trainer.store), request.store(region.store)
-    crossing = replace(
-        readers,
-        count=1,
-        share=1.0,
-        per_host=1,
-        serial_cores=1.0,
-        link_bytes_s=region.cross_gb_s * 1e9,
-        connection_bytes_s=source.connection_mb_s * 1e6,
-        get_s=source.get_ms / 1e3,
-        decode=FREE,
-        stage_change_s=0.0,
-        swap_change_s=0.0,
-        reads_per_s=source.reads_per_s,
-        blob_cache=False,
-    )
-    return Relaying(
-        source=crossing,
-        get_s=target.get_ms / 1e3,
-        put_s=target.put_ms / 1e3,
-        put_bytes_s=target.connection_mb_s * 1e6,
-    )
-
-
-def relay_timeline(amounts: Amounts, relay: Relaying) -> HopTimeline:
-    """Returns the hops of a relay.
-
-    It copies the piece table and reads it back, copies blobs, several at once, each got and put
-    whole, and creates the manifest. It decodes nothing before that; anchors and compacted deltas
-    are made later, and no reader waits for them.
-    """
-    crossing = {hop.name: hop for hop in follow(amounts, relay.source).hops}
-    size = amounts.delta_bytes
-    at_once = min(copies_at_once(size / amounts.blobs), amounts.blobs)
-    waves = math.ceil(amounts.blobs / at_once)
-    ranges = min(AT_ONCE, math.ceil(size / amounts.blobs / REQUEST_BYTES))
-    # One blob after another in each of the threads: a connection gets it, then puts it.
-    per_thread = size / at_once
-    serial_s = per_thread / (ranges * relay.source.connection_bytes_s)
-    serial_s += per_thread / relay.put_bytes_s
-    copy_s = relay.source.get_s + waves * (relay.source.get_s + relay.put_s)
-    copy_s += max(serial_s, size / relay.source.link_bytes_s)
-    table_gets = 0
-    if not amounts.inline:
-        copy_s += relay.source.get_s + relay.put_s + TABLE_READS * relay.get_s
-        table_gets = TABLE_READS
-    puts = amounts.blobs + (0 if amounts.inline else 1)
-    hops = (
-        Hop("relay poll", crossing["poll"].seconds, 0.0, crossing["poll"].requests),
-        Hop("relay copy", copy_s, crossing["get"].bytes, crossing["get"].requests),
-        Hop("relay get", 0.0, 0.0, table_gets),
-        Hop("relay put", 0.0, size, puts),
-        Hop("relay commit", relay.put_s, amounts.manifest_bytes, 1),
-    )
-    return HopTimeline(hops, 0.0)
 
 
 def make_plan(request: PlanRequest, model: Model, rates: Rates, *, changed: float) -> FleetPlan:
@@ -315,8 +139,7 @@ def make_plan(request: PlanRequest, model: Model, rates: Rates, *, changed: floa
     described = describe_fleet(request, model, rates, changed=changed)
     amounts, writer = described.amounts, described.writer
     published = publish(amounts, writer)
-    rollouts = request.rollouts
-    engines = sum(region.accelerators // region.tensor_parallel for region in request.regions)
+    rollouts, engines = request.rollouts, engines_of(request)
     paths = {region.name: _path(described, region.name, published) for region in request.regions}
     last = max(paths.values(), key=_seconds_of)
 
@@ -327,18 +150,17 @@ def make_plan(request: PlanRequest, model: Model, rates: Rates, *, changed: floa
     )  # fmt: skip
     period_s = request.trainer.step_s / min(1.0, found.ratio)
     versions = DAY_S / period_s
+    bill = bill_of(request, Day(amounts, published, described.readers, paths, period_s))
     regions = [
         _region_plan(
-            request, region, described, paths[region.name], versions,
+            request, region, model, described, paths[region.name], versions, bill,
             found.rollout + found.queue + _seconds_of(paths[region.name]) / period_s,
         )
         for region in request.regions
     ]  # fmt: skip
-    own = _own_dollars(request.store(request.trainer.store), amounts, published, versions)
-    whole = amounts.whole(writer.ranks, 1.0)
-    whole_own = _own_dollars(
-        request.store(request.trainer.store), whole, publish(whole, writer), versions
-    )
+    store, whole = request.store(request.trainer.store), amounts.whole(writer.ranks, 1.0)
+    own = _own_dollars(store, amounts, published, versions)
+    whole_own = _own_dollars(store, whole, publish(whole, writer), versions)
     pause_s = max(
         follow(amounts, readers).hops[-1].seconds for readers in described.readers.values()
     )
@@ -371,11 +193,15 @@ def make_plan(request: PlanRequest, model: Model, rates: Rates, *, changed: floa
             step_s=request.trainer.step_s, pause_s=pause_s,
         ),
         versions_a_day=versions,
-        dollars_a_day=own + sum(region.dollars_a_day for region in regions),
+        version_dollars_a_day=own + sum(region.version_dollars_a_day for region in regions),
+        dollars_a_day=bill.dollars(),
+        kept_days=request.kept_days,
         whole_dollars_a_day=whole_own + sum(region.whole_dollars_a_day for region in regions),
         accelerators=request.trainer.accelerators
         + sum(region.accelerators for region in request.regions),
         accelerator_dollars_a_day=_accelerator_dollars(request),
+        costs=bill.lines,
+        warnings=_warnings(described),
         regions=regions,
     )  # fmt: skip
 
@@ -396,12 +222,28 @@ def _binding(path: list[HopTimeline]) -> str:
     return max((hop for timeline in path for hop in timeline.hops), key=lambda h: h.seconds).name
 
 
+def _warnings(described: Described) -> list[str]:
+    """Names the keys that have no effect."""
+    found = []
+    needed = 2 * described.amounts.delta_bytes / 1e9
+    for name, readers in described.readers.items():
+        if readers.blob_cache and not readers.caches(described.amounts):
+            found.append(
+                f"{name}: blob_cache has no effect, as two deltas have {needed:.3g} GB and the "
+                f"cache {readers.cache_bytes / 1e9:.3g}: raise blob_cache_gb, and "
+                "DELTAWIRE_BLOB_CACHE_GB on its hosts"
+            )
+    return found
+
+
 def _region_plan(
     request: PlanRequest,
     region: RegionSection,
+    model: Model,
     described: Described,
     path: list[HopTimeline],
     versions: float,
+    bill: Bill,
     stale: float,
 ) -> RegionPlan:
     amounts, readers = described.amounts, described.readers[region.name]
@@ -416,7 +258,7 @@ def _region_plan(
         needed = fetched / (request.goal_s - rest_s)
     host = amounts.model_bytes * readers.share + 2 * BLOB_BYTES
     host += amounts.changes * readers.share * (4 + amounts.width)
-    if readers.blob_cache:
+    if readers.caches(amounts):
         host += 2 * amounts.delta_bytes / min(readers.per_host, readers.count)
     whole = amounts.whole(described.writer.ranks, readers.share)
     day, crossing, dollars = _region_dollars(request, region, described, amounts, versions)
@@ -442,12 +284,29 @@ def _region_plan(
         + amounts.changes * readers.share * (4 + amounts.width),
         bytes_a_day=day,
         crossing_bytes_a_day=crossing,
-        dollars_a_day=dollars,
+        version_dollars_a_day=dollars,
+        dollars_a_day=bill.dollars(region.name),
         whole_bytes_a_day=whole_day,
         whole_dollars_a_day=whole_dollars,
         staleness_mean=stale,
+        cold=cold_start(
+            amounts,
+            readers,
+            precision=request.model.precision,
+            matrices=divided_matrices(model, region),
+            deltas=max(0, request.trainer.anchor_every - 1) / 2,
+        ),
+        relay_host_bytes=_relay_bytes(request, region, amounts),
         methods=_method_lines(request, region, described, versions),
     )
+
+
+def _relay_bytes(request: PlanRequest, region: RegionSection, amounts: Amounts) -> float:
+    """Returns the memory of a region's relay: blobs under way, and with anchors a whole model."""
+    if not (region.away and region.relay):
+        return 0.0
+    held = amounts.model_bytes if request.trainer.anchor_every else 0.0
+    return held + 2 * UPLOAD_BYTES
 
 
 def _region_dollars(

@@ -45,6 +45,10 @@ class CoreCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return values * self.per_value_s + changes * self.per_change_s
 
 
+FREE = CoreCost(0.0, 0.0)
+"""Work that takes no time."""
+
+
 class CodedSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bits of a delta for each changed value, where this share of the values changed.
 

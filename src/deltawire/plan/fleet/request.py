@@ -17,6 +17,7 @@ from deltawire.plan.fleet.learning import learn_share
 from deltawire.plan.fleet.rates import Precision, Rates, Share
 from deltawire.plan.fleet.stores import StoreKind, store_named
 from deltawire.store import Bucket, open_bucket
+from deltawire.sync.follow.blob_cache import LIMIT_BYTES
 
 MAX_BYTES = 1 << 20
 Name = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -46,7 +47,8 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class TrainerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``[trainer]``: accelerators, each a rank that publishes its part; the time of a step.
 
-    ``link_gb_s`` is a host's to its store, ``cores_per_host`` the cores that encode.
+    ``link_gb_s`` is a host's to its store, ``cores_per_host`` the cores that encode. Every
+    ``anchor_every``-th version is also stored whole (0: none).
 
     Example::
 
@@ -59,6 +61,7 @@ class TrainerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     store: str = "s3"
     link_gb_s: Bandwidth = 12.5
     cores_per_host: Count = 96
+    anchor_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 50
 
 
 class RolloutSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,7 +69,8 @@ class RolloutSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     ``seconds`` is the mean of one completion, ``tail`` the mean of a group's longest over that,
     ``per_engine`` how many an engine has under way, ``queue`` the batches that wait.
-    ``max_staleness`` is the run's bound.
+    ``max_staleness`` is the run's bound. ``tokens`` are those of a completion with its prompt, of
+    which ``group_size`` are stored as one object.
 
     Example::
 
@@ -79,6 +83,8 @@ class RolloutSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     per_engine: Count = 64
     queue: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
     max_staleness: Count = 8
+    group_size: Count = 8
+    tokens: Count = 2048
 
 
 class RegionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -88,7 +94,8 @@ class RegionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ``expert_parallel`` ranks the experts (1: as tensor parallelism). A region that is not
     the trainer's (``away``) has a relay, which pulls each version once over ``cross_gb_s``, unless
     ``relay`` is false: then every reader does. ``total_gb_s`` limits the region's readers together.
-    With ``blob_cache``, the readers of a host fetch each blob of a delta once between them.
+    With ``blob_cache``, the readers of a host fetch each blob of a delta once between them, if two
+    deltas fit into the cache's ``blob_cache_gb``.
 
     Example::
 
@@ -109,6 +116,7 @@ class RegionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     cores_per_host: Count = 96
     poll_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 0.5
     blob_cache: bool = False
+    blob_cache_gb: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = LIMIT_BYTES / 1e9
 
 
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -143,6 +151,8 @@ class PlanRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     regions: Annotated[list[RegionSection], msgspec.Meta(min_length=1, max_length=256)]
     goal_s: Seconds | None = None
     """Seconds in which the last reader should have a version."""
+    kept_days: Annotated[float, msgspec.Meta(ge=0, le=36_500)] = 30.0
+    """Days of which everything is kept, in the dollars of a day."""
     faults: Faults = Faults()
     prices: dict[str, dict[str, float]] = {}
     accelerator_hour: dict[str, float] = {}

@@ -189,7 +189,9 @@ class Writer:
 
 @dataclass(frozen=True)
 class Readers:
-    """Readers of one region, each of which holds ``share`` of the model.
+    """Readers of one region, each of which holds ``share`` of the model, for which it fetches and
+    decodes ``fetched_share`` of a version: a rank that serves columns of a row-major matrix needs
+    all of its chunks.
 
     ``per_host`` of them share a host, whose threads are together ``cores`` times faster than one
     thread while all decode, and ``serial_cores`` times while each uses one thread. They also share
@@ -198,7 +200,8 @@ class Readers:
     ``swap_change_s`` are seconds for each change; ``staged_on_cores`` says that the host's cores do
     this work. ``poll_cost_s`` is the time of the cores of this host that a poll takes, the store's
     included if it runs here. ``reads_per_s`` is the store's limit. With ``blob_cache``, the
-    readers of a host fetch each blob once between them.
+    readers of a host fetch each blob once between them, if a cache of ``cache_bytes`` takes two
+    deltas.
 
     Example::
 
@@ -228,11 +231,23 @@ class Readers:
     poll_cost_s: float = 0.0
     reads_per_s: float = math.inf
     blob_cache: bool = False
+    cache_bytes: float = LIMIT_BYTES
+    more_fetched: float = 0.0
+    """The share of a version that is fetched beyond ``share``."""
+
+    @property
+    def fetched_share(self) -> float:
+        """The share of a version that a reader fetches and decodes."""
+        return min(1.0, self.share + self.more_fetched)
+
+    def caches(self, amounts: Amounts) -> bool:
+        """Returns whether readers share a cache that takes this version and the one before."""
+        return self.blob_cache and 2 * amounts.delta_bytes <= self.cache_bytes
 
     def fetching(self, amounts: Amounts) -> Fetching:
         """Returns one reader's requests for a version."""
-        together = min(self.per_host, self.count) if self.blob_cache else 1
-        return Fetching.of(amounts, self.share, together=together)
+        together = min(self.per_host, self.count) if self.caches(amounts) else 1
+        return Fetching.of(amounts, self.fetched_share, together=together)
 
     @property
     def pause_s(self) -> float:
@@ -265,9 +280,9 @@ class Fetching:
     @classmethod
     def of(cls, amounts: Amounts, share: float, *, together: int = 1) -> Fetching:
         """Computes the requests for ``share`` of each blob, or those of one of ``together`` readers
-        that share a cache, if the cache takes a version of this size."""
+        that share a cache."""
         whole = amounts.delta_bytes / amounts.blobs
-        cached = together > 1 and 2 * amounts.delta_bytes <= LIMIT_BYTES
+        cached = together > 1
         each = whole if cached else whole * share
         parts = math.ceil(each / REQUEST_BYTES) if cached or share > WHOLE else 1
         blobs = math.ceil(amounts.blobs / together) if cached else amounts.blobs
@@ -335,7 +350,10 @@ def follow(amounts: Amounts, readers: Readers) -> HopTimeline:
     link_s = hops[0].seconds - single[0].seconds
     cores_s = sum(hop.seconds for hop in hops[1:]) - sum(hop.seconds for hop in single[1:])
     apart_s = readers.pause_s * (on_host - 1) / (on_host + 1)
-    saved += APART * min(link_s, cores_s) * min(1.0, apart_s / (hops[0].seconds + 1e-9))
+    apart = min(1.0, apart_s / (hops[0].seconds + 1e-9))
+    # Blobs overlap by themselves, so a host's readers gain only what that leaves: one blob's part.
+    # More than that would make faster cores or links look slower.
+    saved += APART * min(link_s, cores_s) * apart / amounts.blobs
     shared_s = sum(hop.seconds for hop in hops) - saved
     single_s = sum(hop.seconds for hop in single) - single_saved
     hosts = math.ceil(readers.count / readers.per_host)
@@ -366,18 +384,21 @@ def _work(
     changes = amounts.changes * readers.share
     polling = min(readers.per_host, readers.count) * readers.poll_cost_s / readers.pause_s
     cores = max(readers.cores - polling, 0.25 * readers.cores)
-    decode_core_s = readers.decode.seconds(amounts.values * readers.share, changes)
+    fetched_share = readers.fetched_share
+    decode_core_s = readers.decode.seconds(
+        amounts.values * fetched_share, amounts.changes * fetched_share
+    )
     serial = max(1.0, on_host / readers.serial_cores)
     decode_s = serial * readers.version_s + on_host * decode_core_s / cores
     stage_s, swap_s = changes * readers.stage_change_s, changes * readers.swap_change_s
     if readers.staged_on_cores:
         stage_s *= serial
         swap_s *= serial
-    listed = amounts.manifest_bytes * (1 if amounts.inline else readers.share)
+    listed = amounts.manifest_bytes * (1 if amounts.inline else fetched_share)
     moved = readers.count * changes * (4 + amounts.width)
     hops = (
         Hop("get", latency_s + transfer_s, readers.count * (fetched + listed), requests),
-        Hop("decode", decode_s, readers.count * amounts.delta_bytes * readers.share),
+        Hop("decode", decode_s, readers.count * amounts.delta_bytes * fetched_share),
         Hop("stage", stage_s, moved),
         Hop("swap", swap_s, moved),
     )

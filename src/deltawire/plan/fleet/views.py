@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from deltawire.plan.fleet.planner import FleetPlan, RegionPlan
@@ -45,8 +46,28 @@ def plan_view(plan: FleetPlan) -> RenderableType:
         names = ", ".join(other.name for other in plan.regions if _like(other) == alike)
         parts.append(_hops(region, names))
         parts.append(_methods(region, plan, names))
-    parts.append(_regions(plan))
+    parts += [_regions(plan), _costs(plan)]
+    parts += [f"[yellow]{escape(one)}[/yellow]" for one in plan.warnings]
     return Group(*parts)
+
+
+def _costs(plan: FleetPlan) -> Table:
+    """Lays out the items of a day, of all regions together."""
+    table = Table(title="a day", title_justify="left")
+    table.add_column("item")
+    for name in ("reads", "writes, listings", "kept", "crosses", "$"):
+        table.add_column(name, justify="right")
+    for item in dict.fromkeys(one.item for one in plan.costs):
+        lines = [one for one in plan.costs if one.item == item]
+        table.add_row(
+            item,
+            f"{sum(one.reads for one in lines):,.0f}",
+            f"{sum(one.writes for one in lines):,.0f}",
+            bytes_text(sum(one.kept_bytes for one in lines)),
+            bytes_text(sum(one.crossing_bytes for one in lines)),
+            f"{sum(one.dollars for one in lines):,.2f}",
+        )
+    return table
 
 
 def _like(region: RegionPlan) -> str:
@@ -73,8 +94,8 @@ def _summary(plan: FleetPlan) -> list[tuple[str, str]]:
         f"over consumed: {ratio:.2f})"
     )
     cost = (
-        f"${plan.dollars_a_day:,.2f} for bytes and requests; whole checkpoints "
-        f"${plan.whole_dollars_a_day:,.2f}"
+        f"${plan.dollars_a_day:,.2f} with {plan.kept_days:g} days kept; deltas "
+        f"${plan.version_dollars_a_day:,.2f}, as whole checkpoints ${plan.whole_dollars_a_day:,.2f}"
     )
     rows = [
         ("model", f"{plan.model}, {plan.parameters:,} values as {plan.precision}"),
@@ -121,7 +142,7 @@ def _methods(region: RegionPlan, plan: FleetPlan, names: str) -> Table:
         table.add_column(name, justify="right")
     table.add_row(
         "deltawire", bytes_text(plan.delta_bytes), seconds_text(region.seconds),
-        f"{region.dollars_a_day:,.2f}", style="bold",
+        f"{region.version_dollars_a_day:,.2f}", style="bold",
     )  # fmt: skip
     for one in region.methods:
         table.add_row(
@@ -159,6 +180,12 @@ def _regions(plan: FleetPlan) -> Table:
     row("device memory a rank", (bytes_text(one.device_bytes_per_rank) for one in regions))
     row("readers get a day", (bytes_text(one.bytes_a_day) for one in regions))
     row("crosses a day", (bytes_text(one.crossing_bytes_a_day) for one in regions))
+    row("cold start of all, at least", (seconds_text(one.cold.seconds) for one in regions))
+    row("requests of a cold start", (f"{one.cold.requests:,.0f}" for one in regions))
+    row("a late joiner, at least", (seconds_text(one.cold.late_joiner_s) for one in regions))
+    row("relay's host memory", (
+        bytes_text(one.relay_host_bytes) if one.relay_host_bytes else "" for one in regions
+    ))  # fmt: skip
     row("$ a day", (f"{one.dollars_a_day:,.2f}" for one in regions))
     row("whole checkpoints: a day", (bytes_text(one.whole_bytes_a_day) for one in regions))
     row("whole checkpoints: $ a day", (f"{one.whole_dollars_a_day:,.2f}" for one in regions))

@@ -10,7 +10,7 @@ pytest.importorskip("simpy")
 import msgspec
 
 from deltawire.plan.catalogue import find_model
-from deltawire.plan.fleet.planner import describe_fleet
+from deltawire.plan.fleet.description import describe_fleet
 from deltawire.plan.fleet.request import PlanRequest
 from deltawire.plan.fleet.simulation.fleet import simulate_fleet
 

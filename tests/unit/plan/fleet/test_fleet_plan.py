@@ -11,7 +11,8 @@ from planned_fleets import RATES, write_plan
 
 from deltawire.cli.main import main
 from deltawire.errors import InputError
-from deltawire.plan.fleet.planner import describe_fleet, make_plan, reader_share
+from deltawire.plan.fleet.description import describe_fleet, reader_share
+from deltawire.plan.fleet.planner import make_plan
 from deltawire.plan.fleet.rates import (
     CoreCost,
     encode_rates,
@@ -97,8 +98,9 @@ def test_readers_that_share_a_cache_get_each_blob_once_between_them():
     assert shared.bytes == amounts.delta_bytes / 8
     assert alone.bytes == amounts.delta_bytes / 16
     whole = amounts.sending(1e12, 256)
-    assert Fetching.of(whole, 1 / 16, together=8) == Fetching.of(whole, 1 / 16)  # too large for it
     readers = replace(READERS, count=8, per_host=8, share=1.0)
+    too_large = replace(readers, blob_cache=True, share=1 / 16)
+    assert too_large.fetching(whole) == Fetching.of(whole, 1 / 16)
     cached = replace(readers, blob_cache=True)
     small = Amounts.of(1e9, "bf16", share=0.01, bits_per_change=8, ranks=8)
     took, own = ({h.name: h for h in follow(small, one).hops} for one in (cached, readers))

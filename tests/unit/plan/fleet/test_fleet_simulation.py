@@ -7,7 +7,8 @@ import pytest
 from planned_fleets import RATES, write_plan
 
 from deltawire.cli.main import main
-from deltawire.plan.fleet.planner import describe_fleet, make_plan
+from deltawire.plan.fleet.description import describe_fleet
+from deltawire.plan.fleet.planner import make_plan
 from deltawire.plan.fleet.request import read_request
 from deltawire.plan.fleet.simulation.fleet import simulate_fleet
 from deltawire.plan.fleet.simulation.shared_rate import SharedRate

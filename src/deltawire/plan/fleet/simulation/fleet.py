@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import simpy
 
-from deltawire.plan.fleet.planner import Described
+from deltawire.plan.fleet.description import Described
 from deltawire.plan.fleet.request import Faults, PlanRequest
 from deltawire.plan.fleet.simulation.transfers import (
     Process,

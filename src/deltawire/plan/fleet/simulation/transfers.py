@@ -15,7 +15,7 @@ from typing import Any
 
 import simpy
 
-from deltawire.plan.fleet.planner import TABLE_READS, Relaying
+from deltawire.plan.fleet.description import TABLE_READS, Relaying
 from deltawire.plan.fleet.simulation.shared_rate import SharedRate
 from deltawire.plan.fleet.transfer import Amounts, Readers, Writer
 from deltawire.store import REQUESTS
@@ -132,8 +132,9 @@ class ReadingSide:
         parts = min(amounts.blobs, MOST_PARTS)
         sent = replace(amounts, delta_bytes=amounts.model_bytes) if whole else amounts
         self._env.process(self._fetch(sent, parts, host, arrived))
+        share = readers.fetched_share
         changes = amounts.changes * readers.share
-        decode = readers.decode.seconds(amounts.values * readers.share, changes) * slowness
+        decode = readers.decode.seconds(amounts.values * share, amounts.changes * share) * slowness
         yield self._serial[host].use(readers.version_s)
         for _ in range(parts):
             yield arrived.get()

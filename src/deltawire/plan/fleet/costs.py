@@ -1,0 +1,315 @@
+"""Dollars of a day, item by item: what every process of a run asks of its buckets.
+
+A version's bytes are the smallest part of a large run's bill. Each item below is one kind of
+object, priced by requests, bytes that are kept, and bytes that leave a region:
+
+    workers  ─▶ heartbeats, groups, events        ◀─ trainer: heartbeats, groups
+             ◀─ trainer.json, manifests (idle polls, with listings)
+    trainer  ─▶ deltas, anchors, trainer.json     ◀─ readers, relays
+
+Periods and requests are those of the code, not fitted; listings cost as much as writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from deltawire.plan.fleet.cold_start import ANCHOR_SHARE
+from deltawire.plan.fleet.request import PlanRequest, RegionSection
+from deltawire.plan.fleet.stores import StoreKind
+from deltawire.plan.fleet.transfer import Amounts, HopTimeline, Readers
+from deltawire.runtime.fleet import MOST_READ
+from deltawire.runtime.fleet import POLL_S as FLEET_POLL_S
+from deltawire.runtime.heartbeat import HEARTBEAT_S
+from deltawire.store import REQUESTS
+from deltawire.sync.chain.version_poller import LIST_EVERY_POLLS, LONGEST_PAUSE, PATIENCE_SHARE
+from deltawire.sync.publish.encoding import BLOB_BYTES
+
+DAY_S = 86_400.0
+WAIT_S = 0.5
+"""The pause of a store's pollers, `deltawire.store.Bucket.poll_s` of one that is not local."""
+TRAINER_WAIT_S = WAIT_S / 4
+"""The pause between two polls of a trainer that waits for groups."""
+EVENTS_S = 1.0
+"""A process stores its events so often."""
+SEGMENT_BYTES = 300.0
+"""Bytes of a segment of events, measured."""
+HEARTBEAT_BYTES = 700.0
+"""Bytes of a heartbeat, measured."""
+TOKEN_BYTES, GROUP_BYTES = 13.0, 200.0
+"""Bytes of a token (its id, log-probability, version and mask), and of a group without tokens."""
+STATUS_BYTES, WORKER_BYTES, DRAW_BYTES = 250.0, 100.0, 11.0
+"""Bytes of ``trainer.json``, of each worker and of each group that is not settled in it."""
+PAGE = 1000
+"""Keys of one answer to a listing."""
+
+
+class CostLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One item of a day: requests, bytes written that are kept, bytes that leave a region.
+
+    ``region`` is empty for what the trainer's bucket takes for all regions. ``writes`` include
+    listings, which are priced like them. ``dollars`` are those of the day at whose end everything
+    of the plan's ``kept_days`` is stored.
+    """
+
+    item: str
+    region: str
+    reads: float
+    writes: float
+    kept_bytes: float
+    crossing_bytes: float
+    dollars: float
+
+
+@dataclass(frozen=True)
+class Polls:
+    """Requests of one poller between two versions: reads, and listings.
+
+    Example::
+
+        Polls.between(300.0, poll_s=0.5, request_s=0.1).listings
+    """
+
+    reads: float
+    listings: float
+
+    @classmethod
+    def between(cls, interval_s: float, *, poll_s: float, request_s: float) -> Polls:
+        """Counts the polls of ``interval_s`` in which no version appears.
+
+        The pause is a twentieth of the time since the last version, within the poller's limits, so
+        that polls first come evenly, then ever rarer, then evenly again. The first poll and each
+        `LIST_EVERY_POLLS`-th later one lists the manifests, and looks at ``run.json`` and at the
+        version held.
+        """
+        shortest, longest = poll_s / PATIENCE_SHARE, LONGEST_PAUSE * poll_s / PATIENCE_SHARE
+        polls = min(interval_s, shortest) / (poll_s + request_s)
+        if interval_s > shortest:
+            until = min(interval_s, longest)
+            at_first, at_last = (PATIENCE_SHARE * s + request_s for s in (shortest, until))
+            polls += math.log(at_last / at_first) / PATIENCE_SHARE
+        if interval_s > longest:
+            polls += (interval_s - longest) / (LONGEST_PAUSE * poll_s + request_s)
+        listings = min(polls, 0.5 + polls / LIST_EVERY_POLLS)
+        return cls(reads=polls + 2 * listings, listings=listings)
+
+
+@dataclass
+class Bill:
+    """The lines of a plan, each priced as it is added.
+
+    Example::
+
+        bill = Bill(kept_days=30)
+        bill.add("heartbeats", "", store, reads=1e6, writes=1e6)
+    """
+
+    kept_days: float
+    lines: list[CostLine]
+
+    def add(
+        self,
+        item: str,
+        region: str,
+        store: StoreKind,
+        *,
+        reads: float = 0.0,
+        writes: float = 0.0,
+        kept_bytes: float = 0.0,
+        read_bytes: float = 0.0,
+        crossing_bytes: float = 0.0,
+    ) -> None:
+        """Adds an item; raises `InputError` for a price that is needed and missing."""
+        dollars = 0.0
+        for amount, scale, price in (
+            (reads, 1e6, "get_per_million"),
+            (writes, 1e6, "put_per_million"),
+            (read_bytes, 1e9, "same_region_gb"),
+            (crossing_bytes, 1e9, "other_region_gb"),
+            (kept_bytes * self.kept_days / 30, 1e9, "gb_month"),
+        ):
+            if amount:
+                dollars += amount / scale * store.price(price)
+        self.lines.append(
+            CostLine(
+                item=item, region=region, reads=reads, writes=writes, kept_bytes=kept_bytes,
+                crossing_bytes=crossing_bytes, dollars=dollars,
+            )
+        )  # fmt: skip
+
+    def dollars(self, region: str | None = None) -> float:
+        """Returns the dollars of a region (empty: the trainer's own), or of all."""
+        return sum(one.dollars for one in self.lines if region is None or one.region == region)
+
+
+@dataclass(frozen=True)
+class Day:
+    """A day of a planned run: what is published, by which hops, and how it is read.
+
+    Example::
+
+        bill_of(request, day).dollars()
+    """
+
+    amounts: Amounts
+    published: HopTimeline
+    readers: Mapping[str, Readers]
+    paths: Mapping[str, list[HopTimeline]]
+    period_s: float
+
+    @property
+    def versions(self) -> float:
+        """Versions of a day."""
+        return DAY_S / self.period_s
+
+
+def bill_of(request: PlanRequest, day: Day) -> Bill:
+    """Returns everything that a run's processes ask of its buckets in a day.
+
+    Raises `InputError` for a price that is needed and missing.
+    """
+    bill = Bill(request.kept_days, [])
+    _add_trainer(bill, request, day)
+    for region in request.regions:
+        _add_region(bill, request, region, day)
+        _add_workers(bill, request, region, day)
+    return bill
+
+
+def unsettled_groups(request: PlanRequest) -> float:
+    """Returns the groups that ``trainer.json`` lists: all that the bound lets be granted."""
+    rollouts = request.rollouts
+    return (rollouts.max_staleness + 1) * rollouts.batch / rollouts.group_size
+
+
+def engines_of(request: PlanRequest) -> int:
+    """Returns the engines of all regions, each of which is one worker."""
+    return sum(region.accelerators // region.tensor_parallel for region in request.regions)
+
+
+def status_bytes(request: PlanRequest) -> float:
+    """Returns the bytes of ``trainer.json``."""
+    return (
+        STATUS_BYTES + engines_of(request) * WORKER_BYTES + unsettled_groups(request) * DRAW_BYTES
+    )
+
+
+def _add_trainer(bill: Bill, request: PlanRequest, day: Day) -> None:
+    store, amounts, versions = request.store(request.trainer.store), day.amounts, day.versions
+    hops = {hop.name: hop for hop in day.published.hops}
+    ranks = request.trainer.accelerators
+    # Of two requests of a rank in the commit, one writes its part and one reads it.
+    parts = ranks if ranks > 1 else 0
+    puts = hops["put"].requests + hops["commit"].requests - parts
+    bill.add(
+        "deltas", "", store, reads=parts * versions, writes=puts * versions,
+        kept_bytes=(amounts.delta_bytes + amounts.manifest_bytes) * versions,
+    )  # fmt: skip
+    _add_anchors(bill, request, "", store, day)
+    workers, get_s = engines_of(request), store.get_ms / 1e3
+    beats = DAY_S / (HEARTBEAT_S + get_s + store.put_ms / 1e3)
+    bill.add("heartbeats", "", store, reads=beats, writes=beats)
+    bill.add(
+        "events", "", store, writes=_segments(store), kept_bytes=_segments(store) * SEGMENT_BYTES
+    )
+    # A trainer's turn: heartbeats once a second, and the next group of every worker.
+    heartbeats_s = (1 + math.ceil(min(workers, MOST_READ) / REQUESTS)) * get_s
+    turn_s = TRAINER_WAIT_S + math.ceil(workers / REQUESTS) * get_s + store.put_ms / 1e3
+    turn_s += heartbeats_s * min(1.0, turn_s / FLEET_POLL_S)
+    turns = DAY_S / turn_s
+    looks = min(turns, DAY_S / (FLEET_POLL_S + heartbeats_s))
+    bill.add(
+        "trainer's polls", "", store,
+        reads=turns * workers + looks * min(workers, MOST_READ),
+        writes=looks * math.ceil(workers / PAGE),
+    )  # fmt: skip
+    groups = request.rollouts.batch / request.rollouts.group_size * versions
+    bill.add("trainer.json", "", store, writes=min(turns, groups + versions))
+
+
+def _segments(store: StoreKind) -> float:
+    return DAY_S / (EVENTS_S + store.put_ms / 1e3)
+
+
+def _add_anchors(bill: Bill, request: PlanRequest, region: str, store: StoreKind, day: Day) -> None:
+    """Adds whole models, which the trainer stores, and a relay for its region."""
+    if not request.trainer.anchor_every:
+        return
+    anchors = day.versions / request.trainer.anchor_every
+    size = ANCHOR_SHARE[request.model.precision] * day.amounts.model_bytes
+    puts = math.ceil(size / BLOB_BYTES) + 1
+    bill.add("anchors", region, store, writes=puts * anchors, kept_bytes=size * anchors)
+
+
+def _add_region(bill: Bill, request: PlanRequest, region: RegionSection, day: Day) -> None:
+    """Adds what readers and a relay fetch, and what the region's bucket keeps."""
+    readers, versions = day.readers[region.name], day.versions
+    source = request.store(request.trainer.store)
+    relayed = region.away and region.relay
+    store = request.store(region.store) if relayed else source
+    path = day.paths[region.name]
+    got = next(hop for hop in path[-1].hops if hop.name == "get")
+    away = region.away and not relayed
+    bill.add(
+        "deltas", region.name, store, reads=got.requests * versions,
+        **{"crossing_bytes" if away else "read_bytes": got.bytes * versions},
+    )  # fmt: skip
+    idle = Polls.between(day.period_s, poll_s=region.poll_s, request_s=readers.get_s)
+    each = readers.count * versions
+    bill.add("idle polls", region.name, store, reads=each * idle.reads, writes=each * idle.listings)
+    if not relayed:
+        return
+    hops = {hop.name: hop for hop in path[1].hops}
+    copied = hops["relay copy"].bytes * versions
+    bill.add(
+        "relay", region.name, source,
+        reads=(hops["relay copy"].requests + idle.reads) * versions,
+        writes=idle.listings * versions, crossing_bytes=copied,
+    )  # fmt: skip
+    bill.add(
+        "relay", region.name, store, reads=hops["relay get"].requests * versions,
+        writes=(hops["relay put"].requests + hops["relay commit"].requests) * versions,
+        kept_bytes=copied,
+    )  # fmt: skip
+    _add_anchors(bill, request, region.name, store, day)
+
+
+def _add_workers(bill: Bill, request: PlanRequest, region: RegionSection, day: Day) -> None:
+    """Adds what workers ask of the trainer's bucket; what leaves or enters another region is
+    priced as crossing."""
+    store, rollouts = request.store(request.trainer.store), request.rollouts
+    workers = region.accelerators // region.tensor_parallel
+    get_s, put_s = store.get_ms / 1e3, store.put_ms / 1e3
+    crossing = float(region.away)
+    beats = workers * DAY_S / (HEARTBEAT_S + get_s + put_s)
+    bill.add(
+        "heartbeats", region.name, store, reads=beats, writes=beats,
+        crossing_bytes=crossing * beats * HEARTBEAT_BYTES,
+    )  # fmt: skip
+    turn_s = WAIT_S + get_s
+    turn_s += get_s * min(1.0, turn_s / HEARTBEAT_S)  # Now and then, the trainer's heartbeat too.
+    polls = workers * DAY_S / turn_s
+    looks = workers * DAY_S / max(turn_s * math.ceil(HEARTBEAT_S / turn_s), turn_s)
+    size = status_bytes(request)
+    bill.add(
+        "trainer.json", region.name, store, reads=polls + looks,
+        crossing_bytes=crossing * (polls * size + looks * HEARTBEAT_BYTES),
+        read_bytes=(1.0 - crossing) * (polls * size + looks * HEARTBEAT_BYTES),
+    )  # fmt: skip
+    share = workers / engines_of(request)
+    groups = share * rollouts.batch / rollouts.group_size * day.versions
+    stored = groups * (GROUP_BYTES + rollouts.group_size * rollouts.tokens * TOKEN_BYTES)
+    bill.add(
+        "groups", region.name, store, reads=groups, writes=groups, kept_bytes=stored,
+        crossing_bytes=crossing * stored,
+    )  # fmt: skip
+    segments = workers * _segments(store)
+    kept = segments * SEGMENT_BYTES
+    bill.add(
+        "events", region.name, store, writes=segments, kept_bytes=kept,
+        crossing_bytes=crossing * kept,
+    )  # fmt: skip
