@@ -368,7 +368,10 @@ def _closing_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
             ),
         ),
     ]
-    return [*rows, _latency_row(summary), *_verdict_rows(summary.workers)]
+    warnings: list[tuple[str, RenderableType]] = [
+        ("warning", Text(legible(words, 400), "yellow")) for words in summary.warnings
+    ]
+    return [*rows, _latency_row(summary), *_verdict_rows(summary.workers), *warnings]
 
 
 def _latency_row(summary: Summary) -> tuple[str, RenderableType]:

@@ -22,6 +22,7 @@ from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.latency_figures import clock_problem
 from deltawire.dashboard.release import ReleaseStatus, release_of
 from deltawire.dashboard.state import ProcessState, RunState
+from deltawire.dashboard.training_warnings import training_warnings
 from deltawire.display import safe_line
 from deltawire.errors import CorruptError, InputError, ResyncError
 from deltawire.estimates import BudgetScore
@@ -54,9 +55,6 @@ MAX_PROCESSES = 4096
 MAX_STATUS_OBJECT_BYTES = 16 << 20
 MAX_GATEWAY_BYTES = 1 << 20
 FRESH_S = 60.0
-SERVED_VERSIONS = 3
-"""Versions in a row with a served share below `SERVED_ENOUGH` before that is a problem."""
-SERVED_ENOUGH = 0.5
 """A stored status that is older, by this machine's clock, is not shown."""
 MAX_STREAMS_NAMED = 12
 """Streams of events with unreadable segments that are named; the rest are counted."""
@@ -198,6 +196,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     without a gateway."""
     release: ReleaseStatus | None = None
     """Which version serves live users, and who decided it; null without decisions."""
+    sampled_episodes: int = 0
+    """Episodes that the workers' present processes have ended, those of unfinished groups among
+    them, and the tokens that they have drawn."""
+    sampled_tokens: int = 0
 
 
 class Watch:
@@ -249,7 +251,8 @@ class Watch:
         problems += [str(error) for error in fleet.errors]
         state = RunState()
         state.add(self._events.read())
-        problems += filter(None, [_served_problem(state)])
+        warmup = config.train.schedule.warmup_steps if config else 0
+        problems += training_warnings(state, warmup=warmup)
         # The last segment of a process is read at any age, so old steps are left out here.
         state.recent_s = self._window_s
         state.steps = recent(state.steps, self._window_s)
@@ -322,16 +325,20 @@ class Watch:
         lines: list[ProcessLine],
         problems: list[str],
     ) -> RunStatus:
+        workers = [beat.worker for beat in beats.values() if beat.worker]
+        tokens = sum(one.tokens for one in workers)
         return RunStatus(
             **_measured(state, config),
             name=run.name,
             bucket=self._bucket.url,
             at=self._clock(),
-            phase=_phase(trainer, newest, lines),
+            phase=_phase(trainer, newest, lines, drawing=tokens > 0),
             version=newest,
             target=config.train.versions if config else None,
             groups_in_flight=_in_flight(trainer, beats, lines),
-            groups_stored=sum(beat.worker.stored for beat in beats.values() if beat.worker),
+            groups_stored=sum(one.stored for one in workers),
+            sampled_episodes=sum(one.episodes for one in workers),
+            sampled_tokens=tokens,
             heldout_sets=tested.sets if (tested := state.newest_evaluation) else {},
             heldout_budgets=tested.budgets if tested else [],
             **_thinking(state),
@@ -473,14 +480,23 @@ def _thinking(state: RunState) -> dict[str, Any]:
     return {name: getattr(steps[-1], name) for name in names} if steps else {}
 
 
-def _phase(trainer: TrainerStatus | None, newest: int | None, lines: list[ProcessLine]) -> str:
-    """Names the phase; a trainer that is silent or stalled has its own."""
+def _phase(
+    trainer: TrainerStatus | None,
+    newest: int | None,
+    lines: list[ProcessLine],
+    *,
+    drawing: bool,
+) -> str:
+    """Names the phase; a trainer that is silent or stalled has its own. ``drawing`` says that
+    workers have drawn tokens."""
     if trainer is None:
         warming = any(line.role == "warm-start" and line.state == "alive" for line in lines)
         return "warm start" if warming else "starting" if newest is None else "published"
     state = next((line.state for line in lines if line.role == "trainer"), "unknown")
     if trainer.phase in ("starting", "training") and state in ("silent", "stalled"):
         return f"trainer {state}"
+    if trainer.phase == "training" and not newest and drawing:
+        return "drawing the first groups"
     return trainer.phase
 
 
@@ -511,20 +527,6 @@ def _in_flight(
         max(0, trainer.credits.get(one.process, 0) - one.worker.stored)
         for one in live
         if one.worker
-    )
-
-
-def _served_problem(state: RunState) -> str | None:
-    """Describes training that does not reach the published weights; None if it does."""
-    served = [one.served for one in state.deltas[-SERVED_VERSIONS:] if one.served is not None]
-    if len(served) < SERVED_VERSIONS or max(one.share for one in served) >= SERVED_ENOUGH:
-        return None
-    newest = served[-1]
-    worst = ", ".join(f"{name} {share:.0%}" for name, share in list(newest.layers.items())[:3])
-    return (
-        f"published weights contain {newest.share:.0%} of the training since version "
-        f"{newest.since} (least: {worst}): updates are smaller than the published format's steps; "
-        'train.masters = "dithered" or a higher rate brings them through'
     )
 
 

@@ -160,15 +160,23 @@ def _figures(status: RunStatus) -> Table:
             _text("window_s", status),
         ),
     ]
-    for title, name in (("merge keeps", "merge_kept"), ("training served", "served_share")):
-        rows += [(title, _text(name, status), "", "")] * (getattr(status, name) is not None)
-    if (allocated := status.allocation) is not None:
-        saved = f"{allocated.saved_tokens:,} tokens, {percent(allocated.equal_share)} of them equal"
-        rows.append(("prompts", allocated.verdicts, "saved", saved))
-        rows.append(("  completions", allocated.sizes, "", ""))
-    for row in rows:
+    for row in (*rows, *_further_rows(status)):
         grid.add_row(*row)
     return grid
+
+
+def _further_rows(status: RunStatus) -> Iterator[tuple[str, str, str, str]]:
+    """Rows that only some runs have."""
+    if status.sampled_tokens and not status.version:
+        sampled = f"{status.sampled_episodes:,} episodes, {status.sampled_tokens:,} tokens so far"
+        yield "sampled", sampled, "", ""
+    for title, name in (("merge keeps", "merge_kept"), ("training served", "served_share")):
+        if getattr(status, name) is not None:
+            yield title, _text(name, status), "", ""
+    if (allocated := status.allocation) is not None:
+        saved = f"{allocated.saved_tokens:,} tokens, {percent(allocated.equal_share)} of them equal"
+        yield "prompts", allocated.verdicts, "saved", saved
+        yield "  completions", allocated.sizes, "", ""
 
 
 def _text(name: str, status: RunStatus) -> str:

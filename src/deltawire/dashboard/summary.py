@@ -14,6 +14,7 @@ from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.figures import value, whole
 from deltawire.dashboard.release import CandidateFigures
 from deltawire.dashboard.state import RunState
+from deltawire.dashboard.training_warnings import training_warnings
 from deltawire.estimates import BudgetScore
 from deltawire.events import (
     HeldoutScore,
@@ -219,6 +220,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Null with a fixed group size."""
     candidates: list[CandidateFigures] = []
     """The candidates for live users, as their newest decisions record them."""
+    warnings: list[str] = []
+    """Warnings about the training, a sentence each."""
 
 
 def summarize(
@@ -235,8 +238,12 @@ def summarize(
     audit: Consumption | None = None,
     configuration: Mapping[str, str] | None = None,
     candidates: Sequence[CandidateFigures] = (),
+    warmup: int = 0,
 ) -> Summary:
-    """Computes every figure of the report; times in ``*_ms`` are medians, in milliseconds."""
+    """Computes every figure of the report; times in ``*_ms`` are medians, in milliseconds.
+
+    ``warmup`` is the number of steps in which the learning rate rises.
+    """
     steps = state.steps_in_order
     settings = dict(configuration or {})
     return Summary(
@@ -289,6 +296,7 @@ def summarize(
         heldout_loss=_heldout_losses(state),
         last_step={name: value(name, state) for name in LAST_STEP},
         candidates=list(candidates),
+        warnings=training_warnings(state, warmup=warmup),
     )
 
 

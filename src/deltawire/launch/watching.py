@@ -179,6 +179,7 @@ def summary_of(
         seed=config.seed,
         audit=audit,
         candidates=_candidates(bucket),
+        warmup=config.train.schedule.warmup_steps,
         configuration={
             **{key: str(value) for key, value in redact(flatten(config)).items()},
             "shape": str(config.shape.get("name", "")),

@@ -105,7 +105,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     number of the worker's next group, and ``first`` that number when the lease began (None:
     unknown). ``learns`` marks a worker that makes its groups of users' answers, and samples
     nothing, and ``waits`` says why it has stored no group for a while. ``alarm`` explains why a
-    newer manifest could not be read; empty if all could.
+    newer manifest could not be read; empty if all could. ``episodes`` have ended and ``tokens``
+    were drawn since the process started, those of groups that are not stored yet among them.
     """
 
     phase: WorkerPhase
@@ -118,6 +119,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     learns: bool = False
     waits: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
     alarm: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
+    episodes: Index = 0
+    tokens: Index = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

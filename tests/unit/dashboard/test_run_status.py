@@ -307,6 +307,30 @@ def test_training_that_does_not_reach_the_fleet_is_a_problem(bucket, shares, war
         assert 'train.masters = "dithered"' in problem[0]
 
 
+def test_the_first_groups_are_seen_before_one_is_stored(tmp_path) -> None:
+    bucket = open_bucket(str(tmp_path / "first"), create=True)
+    tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
+    create_run(
+        bucket,
+        Run(id="ab" * 16, name="seen", created_at=0.0, tensors=tensors, digest="0" * 32,
+            config=CONFIG),
+    )  # fmt: skip
+    bucket.put(keys.events("trainer-a", 0), encode_lines(events_of_a_run()["trainer-a"][:1]))
+    put_heartbeat(bucket, "trainer", "trainer", at=NOW - 1)
+    status = TrainerStatus(
+        phase="training", version=0, digest="", epoch=1, credits={"w0": 7}, at=NOW
+    )
+    bucket.put(keys.TRAINER, encode_json(status))
+    put_heartbeat(bucket, "w0", at=NOW - 1)
+    assert look(bucket).phase == "training"
+    put_heartbeat(bucket, "w0", at=NOW - 1, episodes=12, tokens=3456)
+    put_heartbeat(bucket, "w1", at=NOW - 1, episodes=3, tokens=44)
+    found = look(bucket)
+    assert (found.sampled_episodes, found.sampled_tokens) == (15, 3500)
+    assert found.phase == "drawing the first groups"
+    assert "15 episodes, 3,500 tokens so far" in shown(found)
+
+
 def test_a_run_that_was_published_from_elsewhere(tmp_path) -> None:
     bucket = open_bucket(str(tmp_path / "other"), create=True)
     tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]

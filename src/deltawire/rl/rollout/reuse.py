@@ -172,14 +172,17 @@ async def play_group(
     text: Text,
     rollout: RolloutConfig,
     limits: Sequence[EpisodeLimits],
+    *,
+    ended: Callable[[], None] = lambda: None,
 ) -> list[Episode]:
     """Plays the episodes of a group, one for each of ``limits``; ``opened`` makes an environment.
 
-    Raises `InputError` for a harness if episodes are to share a beginning.
+    ``ended`` is called at the end of each episode. Raises `InputError` for a harness if episodes
+    are to share a beginning.
     """
     sharing = sharing_of(rollout)
     families = [
-        _play_family(engine, opened, text, rollout, limits[first : first + sharing], first)
+        _play_family(engine, opened, text, rollout, limits[first : first + sharing], first, ended)
         for first in range(0, len(limits), sharing)
     ]
     return [episode for family in await asyncio.gather(*families) for episode in family]
@@ -192,6 +195,7 @@ async def _play_family(
     rollout: RolloutConfig,
     limits: Sequence[EpisodeLimits],
     first: int,
+    ended: Callable[[], None],
 ) -> list[Episode]:
     """Plays the episodes that share a beginning: number ``first`` of the group and the next."""
 
@@ -202,9 +206,11 @@ async def _play_family(
                 "episodes of a harness cannot share a beginning: it leads its own conversation",
                 hint='set rollout.reuse.episodes = 1, and rollout.thinking.per = "group"',
             )
-        return await run_episode(
+        found = await run_episode(
             sampler, environment, text, temperature=rollout.temperature, limits=own
         )
+        ended()
+        return found
 
     if len(limits) == 1:
         return [await play(engine, limits[0])]

@@ -85,6 +85,8 @@ class Worker:
         self._first = first
         self._started = first
         self._drawn = 0
+        self._episodes = self._tokens = 0
+        """Ended and drawn since this process started."""
         self._groups: dict[asyncio.Task[None], int] = {}
         """The groups under way, each with its number of completions."""
         self._failure: BaseException | None = None
@@ -104,6 +106,8 @@ class Worker:
             stored=self.uploader.stored,
             first=self._first,
             alarm=self._alarm()[:MAX_ALARM],
+            episodes=self._episodes,
+            tokens=self._tokens,
         )
 
     def _alarm(self) -> str:
@@ -178,7 +182,7 @@ class Worker:
         events, engine = self.process.events, self.served.engine
         began = events.now()
         if engine.active:
-            await engine.advance()
+            self._tokens += await engine.advance()
             events.span("sample", began)
         else:
             # Environments that run elsewhere will need the engine at any moment.
@@ -245,9 +249,13 @@ class Worker:
                 with_budget(limits, version=version, group=group, episode=n, told=told)
                 for n in range(size)
             ],
+            ended=self._count_episode,
         )
         self._failures.add(task, episodes)
         self.uploader.submit(group_of(name, nonce, task, rollout.temperature, episodes))
+
+    def _count_episode(self) -> None:
+        self._episodes += 1
 
     def _rollout(self, setting: BudgetSetting | None) -> tuple[RolloutConfig, int]:
         """The rollouts of the controller's setting and its thinking budget; the configured ones and

@@ -98,7 +98,11 @@ def played(engine, opened, text, rollout):
         with_budget(EpisodeLimits.of(rollout), version=0, group="n/t", episode=number)
         for number in range(rollout.group_size)
     ]
-    episodes = asyncio.run(play_group(engine, opened, text, rollout, limits))
+    ended: list[int] = []
+    episodes = asyncio.run(
+        play_group(engine, opened, text, rollout, limits, ended=lambda: ended.append(1))
+    )
+    assert len(ended) >= len(episodes) == rollout.group_size
     group = group_of("w0", "n", Task("t", None), rollout.temperature, episodes)
     return decode_group(encode_group(group), run="", key="")
 

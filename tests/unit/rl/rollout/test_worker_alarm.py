@@ -16,7 +16,7 @@ def worker_with(alarm: CorruptError | None, lines: list[str]) -> Worker:
     worker.link = SimpleNamespace(status=None, alarm=None)
     worker.uploader = SimpleNamespace(stored=7)
     worker.follower = SimpleNamespace(alarm=alarm)
-    worker._first = 0
+    worker._first, worker._episodes, worker._tokens = 0, 5, 321
     worker._failures = SimpleNamespace(count=0)
     worker._report = lines.append
     return worker
@@ -26,6 +26,7 @@ def test_an_alarm_is_reported():
     lines: list[str] = []
     worker = worker_with(CorruptError("not a valid manifest " + "x" * 5000, version=4), lines)
     status = worker._status()
+    assert (status.episodes, status.tokens) == (5, 321)
     assert status.alarm.startswith("not a valid manifest")
     assert len(status.alarm) == MAX_ALARM
     assert decode_json(encode_json(status), WorkerStatus, run="r", key="k") == status
