@@ -440,12 +440,14 @@ class VersionWriter:
     def check_run(self) -> None:
         """Checks that the bucket still describes this run: readers need it.
 
-        Raises `InputError`.
+        Raises `InputError` if it does not, and `UnreadableError` if that is unknown: one bad answer
+        must not end the only writer.
         """
-        found = self.bucket.head(keys.RUN) or self.bucket.head(keys.RUN)
+        found = self.bucket.head(keys.RUN)
         if found is not None and found == self._run_object:
             return
-        held = None if found is None else find_run(self.bucket, public_key=self._public_key)
+        read = partial(find_run, self.bucket, public_key=self._public_key)
+        held = require_evidence(self.bucket, keys.RUN, read, so="the version does not count yet")
         if held is None or held.id != self.run.id:
             what = "has disappeared" if held is None else "describes another run"
             raise InputError(

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from outage_clock import OutageClock
 
-from deltawire.errors import InputError, RetryError
+from deltawire.errors import InputError, RetryError, UnreadableError
 from deltawire.store import RetryingBucket, RetryPolicy, open_bucket
 from deltawire.sync import load_mirror, newest_version, read_manifest, read_run
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.publish.outage import WARN_EVERY_S, Outage
 from deltawire.testing import tiny
-from deltawire.testing.faulty import FaultyBucket
+from deltawire.testing.faulty import FaultyBucket, flip_bit, half
 
 QUICK = RetryPolicy(retries=1, sleep=lambda _: None)
 
@@ -161,6 +161,26 @@ def test_a_run_that_disappeared_is_noticed_before_a_version_counts(bucket):
         publisher.flush()
     assert publisher.version == 0
     publisher.close()
+
+
+@pytest.mark.parametrize("answer", [lambda _: None, half, lambda data: flip_bit(data, 801)])
+def test_one_damaged_answer_about_the_run_ends_no_publisher(bucket, answer):
+    bucket.replace("head", "run.json", answer=lambda _: None)
+    with publisher_of(bucket) as publisher:
+        bucket.replace("get", "run.json", answer=answer)
+        publisher.publish(tiny.weights(0), wait=True)
+    assert_newest(bucket, 0, tiny.weights(0))
+
+
+def test_a_version_waits_while_every_answer_about_the_run_is_damaged(bucket):
+    with publisher_of(bucket) as publisher:
+        bucket.damage("run.json", half)
+        with pytest.raises(UnreadableError):
+            publisher.publish(tiny.weights(0), wait=True)
+        assert publisher.version == -1
+        bucket.heal()
+        publisher.publish(tiny.weights(1), wait=True)
+    assert_newest(bucket, 1, tiny.weights(1))
 
 
 def test_another_runs_description_is_noticed_too(bucket):
