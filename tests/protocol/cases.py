@@ -21,7 +21,7 @@ from ledgers import consumption
 from relays import relays
 from stepping import ScriptedBucket
 
-from deltawire.errors import CorruptError
+from deltawire.errors import CorruptError, InputError
 from deltawire.runtime.lease import Lease
 from deltawire.sync.chain import gc_intents, history, retention
 from deltawire.sync.chain.evidence import Absent, Sound
@@ -156,6 +156,12 @@ def _read_once(self: Any) -> set[str]:
     return self._found
 
 
+def _run_looked_at_once(self: commit.VersionWriter) -> None:
+    found = self.bucket.head(keys.RUN) or self.bucket.head(keys.RUN)
+    if found is None or commit.find_run(self.bucket) is None:
+        raise InputError("run.json has disappeared")
+
+
 _UPDATE = retention._References.update
 
 _two = _writers([11], [12])
@@ -184,6 +190,10 @@ BROKEN = [
     Broken(
         "a writer that takes one answer for the truth", _writers([11]), Bounds(1),
         "nobody else wrote", (_patch(commit, "require_evidence", _read_as_it_comes),),
+    ),
+    Broken(
+        "a writer that looks once at the run", _writers([11]), Bounds(1), "nobody changed the run",
+        (_patch(commit.VersionWriter, "check_run", _run_looked_at_once),),
     ),
     Broken(
         "a writer that goes on after it was fenced", _two, Bounds(), "although it was fenced",

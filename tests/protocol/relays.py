@@ -45,7 +45,7 @@ class RegionBucket(ScriptedBucket):
         ]
 
     def is_listed(self, key: str) -> bool:
-        folder = f"{key.rpartition('/')[0]}/"
+        folder = f"{key.rpartition('/')[0]}/" if "/" in key else ""
         return REGION + key in self.ask("keys", folder, after=key[:-1])
 
 

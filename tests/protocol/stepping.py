@@ -181,7 +181,7 @@ class ScriptedBucket(Bucket):
         return [ObjectMeta(key, size, moment(at)) for key, size, at in found]
 
     def is_listed(self, key: str) -> bool:
-        folder = f"{key.rpartition('/')[0]}/"
+        folder = f"{key.rpartition('/')[0]}/" if "/" in key else ""
         return key in self.ask("keys", folder, after=key[:-1])
 
     def list_prefixes(self, prefix: str) -> list[str]:

@@ -11,7 +11,7 @@ from exploring import FENCED, World
 from stepping import Process, ScriptedBucket
 
 from deltawire import codec
-from deltawire.errors import CorruptError, FencedError, RetryError
+from deltawire.errors import CorruptError, FencedError, InputError, RetryError
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import Mirror, Publisher, create_run, load_mirror
 from deltawire.sync.chain.gc_intents import delete_blobs, drop_dead_intents, store_clock
@@ -19,6 +19,7 @@ from deltawire.sync.chain.objects import read_compacted_delta, read_manifest
 from deltawire.sync.chain.payloads import all_blobs
 from deltawire.sync.chain.retention import _References as References
 from deltawire.sync.chain.retention import prune
+from deltawire.sync.publish.commit_thread import CommittedLateError
 from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest, decode_manifest
 from deltawire.wire.run import Run, TensorSpec
@@ -109,6 +110,11 @@ def publish(bucket: ScriptedBucket, publisher: Publisher, name: str, values: Seq
             except FencedError:
                 return
             raise AssertionError("a fenced publisher published") from None
+        except CommittedLateError:
+            return
+        except InputError as error:
+            bucket.note("refused", error.message)
+            return
         bucket.note("committed", version, name)
 
 
@@ -165,6 +171,8 @@ class Commits:
             ):
                 return f"{name} was fenced, and nobody else wrote"
             for note in stated:
+                if note[0] == "refused":
+                    return f"{name} ended, and nobody changed the run: {note[1]}"
                 if note[0] == "committed":
                     one = found.get(note[1])
                     if one is None or one.metadata.get("by") != note[2]:
