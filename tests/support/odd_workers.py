@@ -25,6 +25,5 @@ def run_odd(change=lambda bucket, seconds: bucket):
     bucket = trusted(changed, trust, signer=signer, role=worker_role(given.name))
     changed.opened = True
     process = Process(bucket, given.name, "worker", supervised=True)
-    process.handle_signals()
-    with process.registered():
+    with process.running():
         run_worker(process, patience_s=60.0, report=print)

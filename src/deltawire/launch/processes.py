@@ -143,8 +143,7 @@ def join_as_worker(location: str, *, name: str, patience_s: float, options: Chil
     process = open_process(location, name, "worker", options)
     from deltawire.rl.rollout.worker import run_worker
 
-    process.handle_signals()
-    with process.registered():
+    with process.running():
         log = _log_nothing if process.supervised else _log
         run_worker(process, patience_s=patience_s, report=log)
 
@@ -156,8 +155,7 @@ def join_as_learner(location: str, *, name: str, options: ChildOptions) -> None:
     process = open_process(location, name, "worker", options)
     from deltawire.live.learning.learner import run_learner
 
-    process.handle_signals()
-    with process.registered():
+    with process.running():
         run_learner(process, report=_log_nothing if process.supervised else _log)
 
 
@@ -227,8 +225,7 @@ def lead_trainer(
     process = open_process(location, "trainer", "trainer", options, signer=signer, pid=parent)
     from deltawire.rl.trainer.entry import run_trainer
 
-    process.handle_signals()
-    with process.registered():
+    with process.running():
         run_trainer(process, source, signer=signer, run_id=run_id)
 
 
@@ -245,10 +242,11 @@ def _follow_trainer(location: str, options: ChildOptions) -> None:
             trust = replace(trust, pin=Pin(signer.public_key, run_id))
         own = replace(options, trust=trust, cpus="")
         opened.append(open_process(location, "trainer", "trainer", own, signer=signer))
-        opened[0].handle_signals()
+        signals.enter_context(opened[0].handling_signals())
         return opened[0].bucket
 
-    follow_trainer(open_it, stopping=lambda: opened[0].stopping, signer=signer)
+    with contextlib.ExitStack() as signals:
+        follow_trainer(open_it, stopping=lambda: opened[0].stopping, signer=signer)
 
 
 def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
@@ -257,8 +255,7 @@ def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
     from deltawire.live.release.candidate_estimate import CandidateEstimator
     from deltawire.rl.evaluate.evaluator import run_evaluator
 
-    process.handle_signals()
-    with process.registered():
+    with process.running():
         run_evaluator(process, CandidateEstimator)
 
 
@@ -267,8 +264,7 @@ def run_as_reference(location: str, *, options: ChildOptions) -> None:
     process = open_process(location, "reference", "reference", options)
     from deltawire.rl.reference.process import run_reference
 
-    process.handle_signals()
-    with process.registered():
+    with process.running():
         run_reference(process)
 
 
@@ -287,6 +283,5 @@ def make_model(config: RunConfig, out: Path, *, bucket: str, options: ChildOptio
         process = Process(progress, "warm-start", "warm-start", supervised=options.supervised)
     from deltawire.rl.trainer.warm_start import run_warm_start
 
-    process.handle_signals()
-    with process.registered() if bucket else contextlib.nullcontext():
+    with process.running() if bucket else process.handling_signals():
         return run_warm_start(process, config, out)

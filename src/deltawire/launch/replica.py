@@ -39,8 +39,8 @@ def serve_replica(location: str, options: ReplicaOptions) -> None:
     bucket.over(RetryingBucket.over(bucket.inner))
     # It holds no lease and writes nothing: any number of replicas may have this name.
     process = Process(bucket, "replica", "worker", supervised=False)
-    process.handle_signals()
-    asyncio.run(_serve(process, options, token, console))
+    with process.handling_signals():
+        asyncio.run(_serve(process, options, token, console))
 
 
 async def _serve(process: Process, options: ReplicaOptions, token: str, console: Console) -> None:

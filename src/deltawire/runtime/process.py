@@ -89,10 +89,30 @@ class Process:
         """The lease of the process's name."""
         return self.heartbeat.lease
 
-    def handle_signals(self) -> None:
-        """Turns SIGTERM and SIGINT into requests to stop. Call it from the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+    @contextlib.contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Turns SIGTERM and SIGINT into requests to stop while the body runs, in the main thread.
+
+        A supervised process keeps these handlers until it ends: its supervisor would take an exit
+        by a signal for a failure.
+        """
+        before = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                # None stands for a handler that Python did not set and cannot set again.
+                if handler is not None and not self.supervised:
+                    signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Is both `handling_signals` and `registered` while the body runs."""
+        with self.handling_signals(), self.registered():
+            yield
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del number, frame
