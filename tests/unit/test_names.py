@@ -9,8 +9,6 @@ import collections
 import re
 from pathlib import Path
 
-import pytest
-
 from deltawire.cli.main import build_parser
 from deltawire.config import flatten, parse_config
 from deltawire.wire import keys
@@ -126,10 +124,10 @@ def old_names(names, place):
     }
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_no_definition_has_an_old_name(path):
-    place = path.relative_to(PACKAGE).as_posix()
-    assert not old_names(defined(path), place)
+def test_no_definition_has_an_old_name():
+    found = [old_names(defined(path), path.relative_to(PACKAGE).as_posix()) for path in SOURCES]
+    assert len(found) > 500
+    assert not set().union(*found)
 
 
 def test_no_folder_has_an_old_name():
@@ -165,6 +163,7 @@ def test_every_exception_is_still_needed():
     places = {
         f"{path.relative_to(PACKAGE).as_posix()}:{name}"
         for path in SOURCES
+        if path.relative_to(PACKAGE).as_posix() in {place.split(":")[0] for place in EXCEPTIONS}
         for name in defined(path)
     }
     missing = {place for place in EXCEPTIONS if not place.startswith("option:")} - places
