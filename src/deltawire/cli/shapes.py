@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "(default: the fastest that fits)",
     )
     parser.add_argument(
-        "--startable", action="store_true", help="only layouts that the trainer can start"
+        "--startable",
+        action="store_true",
+        help="only layouts that the trainer can start (default: these if one fits)",
     )
     parser.add_argument(
         "--accelerators", default="", metavar="FILE.json", help="a table that adds accelerators"
@@ -135,7 +138,8 @@ def _resolve(arguments: argparse.Namespace) -> Profile:
     kind = accelerator_named(match[2].lower(), table)
     model, native = _find_model(arguments.model)
     packing = arguments.packing or (native if arguments.mode != "full" else "none")
-    return resolve_training_profile(
+    resolve = partial(
+        resolve_training_profile,
         model,
         mode=arguments.mode,
         accelerators=Accelerators(kind, int(match[1])),
@@ -146,8 +150,13 @@ def _resolve(arguments: argparse.Namespace) -> Profile:
         lora_experts=arguments.lora_experts,
         checkpointing=arguments.checkpointing,
         offload=arguments.offload,
-        startable=arguments.startable,
     )
+    try:
+        return resolve(startable=True)
+    except InputError:
+        if arguments.startable:
+            raise
+        return resolve(startable=False)  # It says what the trainer lacks.
 
 
 def _find_model(name: str) -> tuple[Model, Packing]:

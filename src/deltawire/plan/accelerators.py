@@ -41,6 +41,15 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """False if a number is from memory and was not looked up."""
     device: Device = ""
     """The torch device for a rank on it; if empty, the run's configuration decides."""
+    utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.4
+    """Share of peak FLOPs that a training step reaches: for A100 and Hopper, fitted to published
+    figures (docs/SHAPES.md), otherwise assumed."""
+
+    @property
+    def spanning_gb_s(self) -> float:
+        """The rate of a rank's part in a collective over whole nodes: a ring enters and leaves each
+        node once, over the network links of all its accelerators."""
+        return min(self.link_gb_s, self.per_node * self.network_gb_s)
 
     @property
     def usable_bytes(self) -> float:

@@ -1,7 +1,8 @@
 """Estimates the time of a training step from FLOPs and bytes. An estimate, not a measurement.
 
-FLOPs are counted and checked against torch's counter; how much of an accelerator's peak a step
-reaches, and how much communication overlaps with compute, are assumptions named here.
+FLOPs are counted and checked against torch's counter. How much of an accelerator's peak a step
+reaches is fitted to published figures or assumed (`Accelerator.utilization`); how much
+communication overlaps with compute is assumed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from deltawire.plan.accelerators import Accelerator
 from deltawire.plan.architecture import DecoderLayer, Model
 from deltawire.plan.layout import TrainingLayout
 
-UTILIZATION = 0.4
-"""Assumed share of peak FLOPs that matrix products reach."""
 LINK_UTILIZATION = 0.7
 """Assumed share of a link's bandwidth that collectives reach."""
 
@@ -99,17 +98,18 @@ def estimate_step(model: Model, layout: TrainingLayout, accelerator: Accelerator
 
     Communication per rank: FSDP2 gathers a stage's bf16 parameters once per pass and reduces fp32
     gradients; tensor parallelism reduces two hidden arrays per layer and pass; expert parallelism
-    sends each token's copies there and back. A group within a node uses its links, a larger one
-    the network. Host: offloaded moments cross twice, offloaded masters and gradients once more
-    each, offloaded activations twice.
+    sends each token's copies there and back. A group within a node uses its links. One of several
+    nodes uses the network links of all accelerators of a node, and experts those of one. Host:
+    offloaded moments cross twice, offloaded masters and gradients once more each, offloaded
+    activations twice.
     """
     flops = step_flops(model, layout)
     group = layout.shards * layout.tensor * layout.pipeline
-    peak = accelerator.bf16_tflops * 1e12 * UTILIZATION
+    peak = accelerator.bf16_tflops * 1e12 * accelerator.utilization
     compute = flops * layout.data / group / peak
     passes = 1 if layout.mode == "reference" else 2
     inside = layout.tensor * layout.shards <= accelerator.per_node
-    rate = accelerator.link_gb_s if inside else accelerator.network_gb_s
+    rate = accelerator.link_gb_s if inside else accelerator.spanning_gb_s
     rate *= 1e9 * LINK_UTILIZATION
     link = accelerator.link_gb_s * 1e9 * LINK_UTILIZATION
     experts = model.expert_parameters / layout.expert
@@ -125,7 +125,9 @@ def estimate_step(model: Model, layout: TrainingLayout, accelerator: Accelerator
     if layout.expert > 1:
         chosen = max(layer.feed_forward.chosen for layer, _ in model.kinds)
         spread = layout.expert <= accelerator.per_node
-        moved += 4 * passes * layers * tokens * chosen * model.hidden / (link if spread else rate)
+        # Tokens go to ranks of any node, each over its own network link.
+        apart = accelerator.network_gb_s * 1e9 * LINK_UTILIZATION
+        moved += 4 * passes * layers * tokens * chosen * model.hidden / (link if spread else apart)
     host = 0.0
     values = model.parameters / layout.shards / layout.tensor / layout.pipeline
     if layout.mode == "full" and layout.offload != "none":
