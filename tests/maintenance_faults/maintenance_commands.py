@@ -5,7 +5,7 @@ import msgspec
 from answer_damages import DAY_S, Command, Stage
 from live_answers import NOW, answer, config_of, put_rows, report
 
-from deltawire.errors import CorruptError
+from deltawire.errors import CorruptError, InputError
 from deltawire.events import Evaluated, encode_lines
 from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.erasure.rebuilding import rebuild_without
@@ -20,6 +20,7 @@ from deltawire.runtime.event_archive import EventArchiver, archived_segments
 from deltawire.store import RetryingBucket
 from deltawire.sync import load_mirror, newest_version, read_manifest, read_run
 from deltawire.sync.chain.retention import prune
+from deltawire.sync.chain.tags import add_tag, tagged_version
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.maintain.relay import Relay
 from deltawire.sync.publish.compaction import Compactor
@@ -117,6 +118,65 @@ def publish_old_weights(stage):
     """Another process publishes the weights of version 0 again, whose blobs were deleted."""
     if newest_version(stage.sound()) == 8:
         publish(stage.sound(), [9], of=lambda _: 0, anchor_every=1)
+
+
+def tagged_stage():
+    """Versions 0 to 5 with anchors at 0, 2 and 4, and a tag at 3, so that 2 is the oldest one that
+    is needed."""
+    stage = Stage.begin("run")
+    bucket = stage.sound()
+    run = publish(bucket, range(5), anchor_every=2)
+    stage.remember()
+    add_tag(bucket, run, 3, "best")
+    publish(bucket, [5], anchor_every=2)
+    stage.facts["run"] = run
+    return stage
+
+
+def run_tagged(stage):
+    return prune(stage.bucket(), stage.facts["run"], cutoff=5, grace_s=0)
+
+
+def audit_tagged(stage, _found):
+    assert_reads(stage.sound(), range(2, 6))
+    assert tagged_version(stage.sound(), stage.facts["run"], "best") == 3
+
+
+def finished_tagged(stage, sound):
+    run, bucket = read_run(stage.sound()), stage.sound()
+    assert all(read_manifest(bucket, run, version).pruned for version in range(2))
+    assert_same_keys(stage, sound)
+
+
+# A tag while retention has closed a version
+
+
+def closed_stage():
+    """As `tagged_stage`, without the tag; the floor is at 4, and nothing is deleted yet."""
+    stage = Stage.begin("run")
+    bucket = stage.sound()
+    stage.facts["run"] = publish(bucket, range(5), anchor_every=2)
+    stage.remember()
+    prune(bucket, stage.facts["run"], cutoff=4, grace_s=1000)
+    return stage
+
+
+def run_tag(stage):
+    """Tags a version that stays, and one that was closed."""
+    bucket, run = stage.bucket(), stage.facts["run"]
+    kept = add_tag(bucket, run, 4, "kept")
+    try:
+        add_tag(bucket, run, 3, "closed")
+    except InputError:
+        return kept
+    raise AssertionError("a version that retention has closed was tagged")
+
+
+def audit_tag(stage, tag):
+    bucket, run = stage.sound(), stage.facts["run"]
+    assert_reads(bucket, range(5))
+    if tag is not None:
+        assert tagged_version(bucket, run, "kept") == 4, "a tag that was reported is not there"
 
 
 # Relay
@@ -502,6 +562,8 @@ COMMANDS = [
         "prune", retention_stage, run_retention, audit_retention, finished_retention,
         meanwhile=publish_old_weights,
     ),
+    Command("prune, a tag", tagged_stage, run_tagged, audit_tagged, finished_tagged),
+    Command("tag", closed_stage, run_tag, audit_tag, assert_same_keys),
     Command("relay", relay_stage, run_relay, audit_relay, finished_relay),
     Command("relay prunes", pruned_source_stage, run_relay, audit_relay, finished_relay),
     Command("compact", compaction_stage, run_compaction, audit_compaction, assert_same_keys),

@@ -23,8 +23,8 @@ from stepping import ScriptedBucket
 
 from deltawire.errors import CorruptError, InputError
 from deltawire.runtime.lease import Lease
-from deltawire.sync.chain import gc_intents, history, retention
-from deltawire.sync.chain.evidence import Absent, Sound
+from deltawire.sync.chain import gc_intents, history, retention, tags
+from deltawire.sync.chain.evidence import Absent, Sound, listed_twice
 from deltawire.sync.maintain.relay import Relay
 from deltawire.sync.publish import commit
 from deltawire.sync.publish.publisher import Publisher
@@ -88,6 +88,9 @@ CASES = [
     Case("retention, a writer, bad answers", _deletions, Bounds(1, kinds=BAD)),
     Case("retention, a writer, no answer", _deletions, Bounds(1, kinds=NO_ANSWER)),
     Case("retention, a writer, a reader", _read, Bounds()),
+    Case("retention, a tag", worlds.tags, Bounds(), small=True),
+    Case("retention, a tag, bad answers", worlds.tags, Bounds(1, kinds=BAD)),
+    Case("retention, a tag, no answer", worlds.tags, Bounds(1, kinds=NO_ANSWER)),
     Case("leases of two processes", leases.leases, Bounds(1), small=True),
     Case("leases of three processes", partial(leases.leases, 3), Bounds(1)),
     Case("a relay, a writer, a reader", partial(relays, reading=True), Bounds(), small=True),
@@ -148,6 +151,17 @@ def _confirm_once(self: Lease, *, fresh: bool) -> None:
     self.check()
     if self.error is not None:
         raise self.error
+
+
+def _tags_once(self: Any, cutoff: int, newest: int) -> int:
+    return cutoff if self.found.anchor is not None else _TAGGED(self, cutoff, newest)
+
+
+def _no_floors(bucket: Any, prefix: str) -> list[str]:
+    return [] if prefix == keys.RETENTION_FLOORS else listed_twice(bucket, prefix)
+
+
+_TAGGED = retention._Retention._tagged
 
 
 def _read_once(self: Any) -> set[str]:
@@ -232,6 +246,14 @@ BROKEN = [
     Broken(
         "listings that count after one answer", _blobs, Bounds(1, kinds=SHORT), "was deleted",
         (_patch(ScriptedBucket, "list_objects", _listed_once),), small=False,
+    ),
+    Broken(
+        "retention that reads tags once", worlds.tags, Bounds(), "which a tag needs",
+        (_patch(retention._Retention, "_tagged", _tags_once),),
+    ),
+    Broken(
+        "a tag whose writer does not look at the floors", worlds.tags, Bounds(),
+        "which a tag needs", (_patch(tags, "listed_twice", _no_floors),),
     ),
     Broken(
         "a process that takes any lease for its own", leases.leases, Bounds(), "took lease",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from deltawire.sync.chain.payloads import all_blobs
 from deltawire.sync.chain.retention import _References as References
 from deltawire.sync.chain.retention import prune
 from deltawire.sync.publish.commit_thread import CommittedLateError
+from deltawire.sync.chain.tags import add_tag
 from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest, decode_manifest
 from deltawire.wire.run import Run, TensorSpec
@@ -288,6 +290,28 @@ class Kept(Commits):
         return self._blobs[data]
 
 
+class Tagged(Commits):
+    """Checks that a version that was tagged stays readable, from its anchor on."""
+
+    def __init__(self, history: History, version: int, anchor: int) -> None:
+        super().__init__(history.run)
+        self._needed = range(anchor, version + 1)
+        data = history.objects()
+        found = [self.decode(data[keys.manifest(one)], one) for one in self._needed]
+        blobs = [ref.hash for one in found for ref in all_blobs(Snapshot({}), self.run, one)]
+        self._blobs = {keys.blob(one) for one in blobs}
+
+    def invariant(self, objects: dict[str, bytes], notes: dict[str, tuple[Any, ...]]) -> str | None:
+        if any(note[0] == "tagged" for stated in notes.values() for note in stated):
+            for version in self._needed:
+                data = objects.get(keys.manifest(version))
+                if data is None or self.decode(data, version).pruned:
+                    return f"version {version}, which a tag needs, was pruned"
+            if not self._blobs <= objects.keys():
+                return "a blob of a tagged version was deleted"
+        return super().invariant(objects, notes)
+
+
 RETENTION_KEYS = (
     keys.MANIFESTS, keys.BLOBS, keys.CLOCK, keys.COMPACTED, keys.RETENTION_FLOORS,
     keys.DELETION_INTENTS, keys.PARTS,
@@ -301,6 +325,25 @@ def retention(name: str, history: History, *, cutoff: int, grace: int = 0) -> Pr
         prune(bucket, history.run, cutoff=cutoff, grace_s=grace)
 
     return Process(name, body, writes=RETENTION_KEYS)
+
+
+def tagger(name: str, history: History, version: int) -> Process:
+    """Tags a version, and says so once it is done."""
+
+    def body(bucket: ScriptedBucket) -> None:
+        with suppress(InputError):
+            add_tag(bucket, history.run, version, "best")
+            bucket.note("tagged", version)
+
+    return Process(name, body, writes=(keys.TAGS,))
+
+
+def tags() -> World:
+    """Retention up to version 2, while version 1 is tagged."""
+    history = History([10, 11, 12, 10], anchor_every=2)
+    checks = Tagged(history, 1, 0)
+    processes = [retention("retention", history, cutoff=2), tagger("tagger", history, 1)]
+    return World(history.objects(), processes, checks.invariant, checks.may_write)
 
 
 def deleter(name: str, history: History, *, floor: int) -> Process:

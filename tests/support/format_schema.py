@@ -8,7 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from deltawire.wire.coordination import Announcement, DeletionIntent, Part, Refusal, RetentionFloor
+from deltawire.wire.coordination import (
+    Announcement,
+    DeletionIntent,
+    Part,
+    Refusal,
+    RetentionFloor,
+    Tag,
+)
 from deltawire.wire.decisions import Decision, RestoreRecord
 from deltawire.wire.identities import IdentitySegment
 from deltawire.wire.ledger import CommitMetadata
@@ -29,6 +36,7 @@ OBJECTS = {
     "weights/parts/refused.json": Refusal,
     "weights/retention-floors/": RetentionFloor,
     "weights/deletion-intents/": DeletionIntent,
+    "weights/tags/": Tag,
     "weights/announcement.json": Announcement,
     "weights/identities/": IdentitySegment,
     "roles/": RoleGrant,
@@ -52,6 +60,7 @@ SEALED = (
     Refusal,
     RetentionFloor,
     DeletionIntent,
+    Tag,
     Announcement,
     IdentitySegment,
     RoleGrant,

@@ -61,15 +61,17 @@ def add_run_url(parser: argparse.ArgumentParser) -> None:
 
 
 def split_version(arguments: argparse.Namespace) -> None:
-    """Sets ``run`` and ``version`` of a command that takes ``RUN@V`` or ``--version``; raises
-    `InputError` for both."""
+    """Sets ``run`` and ``version`` of a command that takes ``RUN@V``, ``RUN@NAME`` or
+    ``--version``; raises `InputError` for two of them, and for a tag that the run does not have."""
     from deltawire.launch.branches.version_names import VersionName
 
-    location, version = VersionName.parse(arguments.run)
-    if version is not None and arguments.version is not None:
+    name = VersionName.parse(arguments.run)
+    if (name.version, name.tag) == (None, None):
+        return
+    if arguments.version is not None:
         raise InputError("RUN@V and --version exclude each other", hint="give one of them")
-    arguments.run = location
-    arguments.version = arguments.version if version is None else version
+    arguments.run = name.location
+    arguments.version = name.open(trust_of(arguments))[2] if name.tag else name.version
 
 
 def add_precision(parser: argparse.ArgumentParser) -> None:

@@ -42,8 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         scored_version,
     )
     from deltawire.launch.branches.version_names import VersionName
-    from deltawire.runtime.trusted import open_trusted
-    from deltawire.sync import read_run
 
     among = arguments.among or len(arguments.candidates)
     if among < len(arguments.candidates):
@@ -52,9 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("--error is a chance above 0 and below 1")
 
     def scored(text: str) -> Scored:
-        name = VersionName.parse(text)
-        bucket = open_trusted(name.location, trust_of(arguments))
-        return scored_version(bucket, read_run(bucket), name.version)
+        return scored_version(*VersionName.parse(text).open(trust_of(arguments)))
 
     baseline = scored(arguments.baseline)
     verdicts = [

@@ -1,5 +1,5 @@
-"""Small objects by which the writers of a run coordinate: retention floors, deletion intents, parts
-and refusals.
+"""Small objects by which the writers of a run coordinate: retention floors, tags, deletion intents,
+parts and refusals.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from deltawire.wire.run import Hash, Identity, Run
 from deltawire.wire.seal import unseal
 
 MAX_FLOOR_BYTES = 1 << 16
+MAX_TAG_BYTES = 1 << 12
 MAX_ANNOUNCEMENT_BYTES = 1 << 14
 MAX_INTENT_BLOBS = 1 << 12
 MAX_INTENT_BYTES = 1 << 19
@@ -34,6 +35,19 @@ class RetentionFloor(
     run: Identity
     version: Index
     line: Line = "main"
+
+
+class Tag(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
+):
+    """Gives a version a name, which is in the key, and keeps it from retention. ``digest`` is that
+    of the version's weights.
+    """
+
+    run: Identity
+    version: Index
+    line: Line = "main"
+    digest: Sum
 
 
 class DeletionIntent(
@@ -117,6 +131,14 @@ def decode_intent(data: bytes, *, table: Run, run: str, key: str) -> DeletionInt
     if intent.run != table.id:
         raise CorruptError("a deletion intent of another run", run=run, key=key)
     return intent
+
+
+def decode_tag(data: bytes, *, table: Run, run: str, key: str) -> Tag:
+    """Parses a tag; raises `CorruptError`."""
+    tag = unseal(data, Tag, run=run, key=key)
+    if tag.run != table.id:
+        raise CorruptError("a tag of another run", run=run, key=key)
+    return tag
 
 
 def decode_refusal(data: bytes, *, version: int, table: Run, run: str, key: str) -> Refusal:

@@ -17,6 +17,7 @@ COMPACTED = "weights/compacted/"
 PARTS = "weights/parts/"
 RETENTION_FLOORS = "weights/retention-floors/"
 DELETION_INTENTS = "weights/deletion-intents/"
+TAGS = "weights/tags/"
 CLOCK = "weights/clock"
 ANNOUNCEMENT = "weights/announcement.json"
 IDENTITIES = "weights/identities/"
@@ -128,6 +129,28 @@ def identities(segment: int) -> str:
 def deletion_intent(token: str) -> str:
     """Returns the key under which retention announces the blobs that it is about to delete."""
     return f"{DELETION_INTENTS}{_checked(token)}.json"
+
+
+def valid_tag(name: str) -> bool:
+    """Returns whether ``name`` may name a version: as a process's name, and not digits only, which
+    would be a version's number."""
+    return valid_name(name) and not name.isdigit()
+
+
+def tag(name: str) -> str:
+    """Returns the key of the object that gives a version a name and keeps it from retention."""
+    if not valid_tag(name):
+        raise InputError(
+            f"{name[:80]!r} cannot name a version",
+            hint="use letters, digits, - and _, not digits only, and no name of a device",
+        )
+    return f"{TAGS}{name}.json"
+
+
+def tag_of(key: str) -> str | None:
+    """Returns the name in a tag's key, None for any other key."""
+    name = key.removeprefix(TAGS).removesuffix(".json")
+    return name if key == f"{TAGS}{name}.json" and valid_tag(name) else None
 
 
 def part(version: int, token: str, rank: int) -> str:

@@ -11,7 +11,7 @@ from deltawire.errors import InputError
 from deltawire.wire import keys
 
 PREFIXES = [
-    keys.MANIFESTS, keys.BLOBS, keys.COMPACTED, keys.PARTS, keys.RETENTION_FLOORS,
+    keys.MANIFESTS, keys.BLOBS, keys.COMPACTED, keys.PARTS, keys.RETENTION_FLOORS, keys.TAGS,
     keys.DELETION_INTENTS, keys.ROLLOUTS, keys.HEARTBEATS, keys.LEASES, keys.CHECKPOINTS,
     keys.EVENTS, keys.ROLES, "", "/", "weights//manifests/", "../",
 ]  # fmt: skip

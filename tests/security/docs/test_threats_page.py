@@ -35,6 +35,7 @@ WEIGHTS = [
     keys.compacted(1, 3),
     keys.part(3, "t", 0),
     keys.retention_floor(2),
+    keys.tag("best"),
     keys.deletion_intent("t"),
     keys.CLOCK,
     keys.identities(0),

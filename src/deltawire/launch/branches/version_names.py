@@ -1,8 +1,7 @@
-"""Parses ``RUN@V``: a run, and one of its versions."""
+"""Parses ``RUN@V`` and ``RUN@NAME``: a run, and one of its versions."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,13 +9,16 @@ from deltawire.errors import InputError
 from deltawire.runtime.trusted import ReaderTrust, open_trusted
 from deltawire.store import Bucket
 from deltawire.sync import newest_readable, read_run
+from deltawire.sync.chain.tags import tagged_version
+from deltawire.wire import keys
 from deltawire.wire.run import Run
 
-_VERSION = re.compile(r"\A(.+)@(\d{1,12})\Z", re.DOTALL)
+MAX_DIGITS = 12
 
 
 class VersionName(NamedTuple):
-    """A run's location, and one of its versions; None stands for the newest.
+    """A run's location, and one of its versions: a number, or a tag's name. None of both stands for
+    the newest.
 
     Example::
 
@@ -25,26 +27,36 @@ class VersionName(NamedTuple):
 
     location: str
     version: int | None
+    tag: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> VersionName:
-        """Splits at the last ``@``; a folder whose own name ends in ``@`` and a number is a run."""
-        found = _VERSION.match(text)
-        if found is None or Path(text).is_dir():
-            return cls(text, None)
-        return cls(found[1], int(found[2]))
+        """Splits at the last ``@``; a folder whose own name contains it is a run."""
+        location, _, word = text.rpartition("@")
+        if location and not Path(text).is_dir():
+            if word.isascii() and word.isdigit() and len(word) <= MAX_DIGITS:
+                return cls(location, int(word))
+            if keys.valid_tag(word):
+                return cls(location, None, word)
+        return cls(text, None)
+
+    def open(self, trust: ReaderTrust) -> tuple[Bucket, Run, int | None]:
+        """Opens the run, and returns its bucket, its run and the version; None stands for the
+        newest. Raises `InputError` if the run has no such tag, and as `open_trusted`."""
+        bucket = open_trusted(self.location, trust)
+        run = read_run(bucket)
+        return bucket, run, tagged_version(bucket, run, self.tag) if self.tag else self.version
 
 
 def open_version(text: str, trust: ReaderTrust) -> tuple[Bucket, Run, int]:
-    """Opens the run that ``RUN@V`` names, and returns its bucket, its run and the version.
+    """Opens the run that ``RUN@V`` or ``RUN@NAME`` names, and returns its bucket, its run and the
+    version.
 
-    Raises `InputError` if the run has no version yet, and as `open_trusted`.
+    Raises `InputError` if the run has no version yet, and as `VersionName.open`.
     """
-    name = VersionName.parse(text)
-    bucket = open_trusted(name.location, trust)
-    run = read_run(bucket)
-    if name.version is not None:
-        return bucket, run, name.version
+    bucket, run, version = VersionName.parse(text).open(trust)
+    if version is not None:
+        return bucket, run, version
     newest = newest_readable(bucket, run)
     if newest is None:
         raise InputError("the run has no version yet", run=bucket.url)

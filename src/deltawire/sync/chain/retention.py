@@ -6,7 +6,9 @@ The order makes a stop at any point harmless, and the same call then continues:
    version can be reached. Without one, do nothing.
 2. Raise the retention floor to it: create ``weights/retention-floors/<version>.json``. Publishers
    read the floors after each commit and stop if their version lies below one. Floors are only ever
-   created, so two retentions at once cannot lower one.
+   created, so two retentions at once cannot lower one. Then read the tags once more: a tag is
+   created before its writer reads the floors, so of a tag and a floor above it that are created at
+   once, one writer sees the other's object.
 3. Below the newest floor that is older than the grace period, and never above the anchor that was
    verified in step 1, read every manifest that is to be closed, and from there on every manifest
    and compacted delta that says which blobs are needed.
@@ -57,6 +59,7 @@ from deltawire.sync.chain.objects import (
 )
 from deltawire.sync.chain.payloads import all_blobs, read_blobs, table_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
+from deltawire.sync.chain.tags import read_tags
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.wire import keys
 from deltawire.wire.coordination import RetentionFloor
@@ -131,11 +134,11 @@ def prune(
     """Closes the versions that readers of version ``cutoff`` and newer ones do not need, and
     deletes those that were closed longer than ``grace_s`` ago.
 
-    Versions that a checkpoint of the trainer refers to are kept. A relay has no key and passes
-    ``sealed``; versions that are not pruned in that bucket stay here too. With ``dry_run`` nothing
-    is written except the object that shows the store's clock. Raises `UnreadableError`, before any
-    deletion, if an object cannot be read that decides what is kept, and `RetryError` if the store
-    does not answer; the same call may then be repeated.
+    Versions that a checkpoint of the trainer or a tag refers to are kept. A relay has no key and
+    passes ``sealed``; versions that are not pruned in that bucket stay here too. With ``dry_run``
+    nothing is written except the object that shows the store's clock. Raises `UnreadableError`,
+    before any deletion, if an object cannot be read that decides what is kept, and `RetryError` if
+    the store does not answer; the same call may then be repeated.
 
     Example::
 
@@ -187,7 +190,7 @@ class _Retention:
         self._begin = self._closed_below(floors.valid)
         versions = self._listed = list(committed_objects(self.bucket, newer_than=self._begin - 1))
         kept = [v for v in self._checkpoints() if v <= newest.version]
-        cutoff = min([cutoff, *kept, newest.version])
+        cutoff = self._tagged(min([cutoff, *kept, newest.version]), newest.version)
         found.anchor = self._anchor(versions, cutoff, newest.version)
         valid = dict(floors.valid)
         if found.anchor is not None and found.anchor > found.floor:
@@ -195,6 +198,9 @@ class _Retention:
             if not self._dry_run and self._raise_floor(found.anchor):
                 floors = read_retention_floors(self.bucket, self.run, unsigned=self._unsigned)
                 valid = dict(floors.valid)
+                # A tag that was created since the first reading: its writer saw no floor above it.
+                if (tagged := self._tagged(cutoff, newest.version)) < cutoff:
+                    found.anchor = self._anchor(versions, tagged, newest.version)
         now = store_clock(self.bucket)
         due = now - grace
         if not self._dry_run:
@@ -291,6 +297,36 @@ class _Retention:
             if commit is not None and commit.version == number:
                 found.append(number)
         return found
+
+    def _tagged(self, cutoff: int, newest: int) -> int:
+        """Returns the lowest tagged version, at most ``cutoff``.
+
+        Reports tags at versions that are lost: a tag that was created after the floor above it,
+        by a writer that stopped before it withdrew the tag.
+        """
+        tags = read_tags(self.bucket, self.run, so="nothing was deleted")
+        for version, name in sorted((tag.version, name) for name, tag in tags.items()):
+            if version >= cutoff:
+                break
+            if self._anchor(self._listed, version, newest) is not None or not self._lost(version):
+                return version
+            lost = f"the tag {name} names version {version}, which retention has closed"
+            if lost not in self.found.refused:
+                self.found.refused.append(lost)
+        return cutoff
+
+    def _lost(self, version: int) -> bool:
+        """Returns whether no anchor leads to a version any more, which only tombstones show."""
+        for number in range(version, -1, -1):
+            key = keys.manifest(number)
+            read = partial(read_manifest, self.bucket, self.run, number)
+            manifest = require_evidence(self.bucket, key, read)
+            if manifest is not None and manifest.pruned:
+                return True
+            later = keys.compacted(None, number)
+            if (manifest is not None and manifest.anchor) or self.bucket.is_listed(later):
+                return False
+        return False
 
     def _checkpoint(self, key: str) -> _CheckpointCommit | None:
         data = self.bucket.get(key, limit=MAX_COMMIT_BYTES)

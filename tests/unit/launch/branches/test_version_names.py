@@ -23,14 +23,14 @@ from deltawire.testing.tiny import start_publisher, start_run, weights
     ],
 )
 def test_the_last_number_is_the_version(text, location, version):
-    assert VersionName.parse(text) == (location, version)
+    assert VersionName.parse(text) == (location, version, None)
 
 
 def test_a_folder_whose_name_ends_in_a_number_is_a_run(tmp_path):
     folder = tmp_path / "run@3"
     folder.mkdir()
-    assert VersionName.parse(str(folder)) == (str(folder), None)
-    assert VersionName.parse(f"{folder}@4") == (str(folder), 4)
+    assert VersionName.parse(str(folder)) == (str(folder), None, None)
+    assert VersionName.parse(f"{folder}@4") == (str(folder), 4, None)
 
 
 def test_without_a_number_the_newest_version_is_meant(tmp_path):
