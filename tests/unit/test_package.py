@@ -241,6 +241,7 @@ FLAGS = {
     "plan": TRUST | {"--rates", "--what-if", "--simulate", "--seed", "--plot", "--json"},
     "bisect": TRUST | {"--good", "--bad", "--noisy", "--error", "--questions", "--state", "--json"},
     "tag": TRUST | {"--delete", "--key", "--json"},
+    "fork": TRUST | {"--set", "--key", "--json"},
     "show": TRUST | {"--json"},
     "diff": TRUST | {"--json"},
     "compare": TRUST | {"--error", "--among", "--json"},

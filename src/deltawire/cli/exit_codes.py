@@ -18,3 +18,5 @@ UNDECIDED = 11
 """``bisect`` found no version that is certain enough, ``compare`` no candidate that is better."""
 UNKNOWN_USER = 9
 """``forget`` and ``live export`` found nothing under the name that they were given."""
+FORKED = 12
+"""``forget``: forks of the run hold weights that were trained on the user."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from deltawire.cli.arguments import add_json, add_key, add_run_url, add_trust, add_user, trust_of
-from deltawire.cli.exit_codes import UNKNOWN_USER
+from deltawire.cli.exit_codes import FORKED, UNKNOWN_USER
 
 if TYPE_CHECKING:
     from deltawire.launch.live_users import Erasure
@@ -21,7 +21,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="delete what was stored of a live user",
         description="Deletes what all gateways stored of a user, under the pseudonyms of all "
         f"generations of the deployment's secret. Exit code {UNKNOWN_USER}: nothing was ever "
-        "stored under this name.",
+        f"stored under this name; {FORKED}: forks of the run began with weights that were trained "
+        "on the user.",
     )
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -69,11 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
         no_learners=arguments.no_learner,
         rebuild=arguments.rebuild,
     )
-    code = 0 if done.known else UNKNOWN_USER
+    code = FORKED if done.forks else 0 if done.known else UNKNOWN_USER
     if arguments.json:
         body = {name: getattr(done.record, name) for name in done.record.__struct_fields__}
         body |= {"known": done.known, "pseudonyms": list(done.pseudonyms)}
         body |= {"old_versions": done.old_versions, "without": list(options.without)}
+        body |= {"forks": list(done.forks)}
         if done.rebuild is not None:
             body["rebuild"] = done.rebuild._asdict()
         print(json.dumps(body))  # noqa: T201
@@ -107,6 +109,11 @@ def _lines(done: Erasure, without: Sequence[str]) -> Iterator[str]:
         )
     elif done.old_versions == "unknown":
         yield "it cannot be told here whether the store keeps old versions of objects: check it"
+    for fork in done.forks:
+        yield (
+            f"the fork {fork} began with weights that were trained on the user: delete it, or fork "
+            "an earlier version; if it serves users itself, run forget on it too"
+        )
     if rebuild is not None and rebuild.restores is None:
         yield "rebuild: the newest version does not come from the user's answers"
     elif rebuild is not None:

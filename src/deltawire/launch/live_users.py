@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deltawire.errors import InputError
+from deltawire.launch.branches.fork_places import forks_from
 from deltawire.launch.live_secret import SecretPlace
 from deltawire.launch.role_keys import read_signer
 from deltawire.live.capture.names import normalize_name
@@ -89,13 +90,15 @@ class _Deployment:
 @dataclass(frozen=True)
 class Erasure:
     """The outcome of an erasure. ``known`` says whether the bucket ever held anything of the user;
-    ``old_versions`` whether the store keeps what was deleted, as far as it can be told."""
+    ``old_versions`` whether the store keeps what was deleted, as far as it can be told. ``forks``
+    are the URLs of forks that began with weights which were trained on the user."""
 
     record: Forgotten
     pseudonyms: Sequence[str]
     known: bool
     old_versions: OldVersions
     rebuild: Rebuild | None = None
+    forks: Sequence[str] = ()
 
 
 def forget_by_name(
@@ -144,7 +147,8 @@ def forget_by_name(
             break
     known = bool(record.answers or record.feedback or record.groups)
     kept = old_versions(bucket, keys.live_forgotten(users[0]))
-    return Erasure(record, users, known, kept, decide(record))
+    forks = forks_from(bucket, min(record.versions)) if record.versions else []
+    return Erasure(record, users, known, kept, decide(record), forks)
 
 
 def old_versions(bucket: Bucket, key: str) -> OldVersions:

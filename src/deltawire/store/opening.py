@@ -16,6 +16,7 @@ from deltawire.errors import InputError
 from deltawire.store.aws_profile import read_profile
 from deltawire.store.bucket import Bucket
 from deltawire.store.folder import FolderBucket, make_folder
+from deltawire.store.forked import ForkedBucket, split_fork
 
 REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 
@@ -49,7 +50,8 @@ def open_bucket(
     **options: Any,
 ) -> Bucket:
     """Opens ``location``: a folder, or a ``file://``, ``memory://``, ``s3://``, ``gs://`` or
-    ``az://`` URL.
+    ``az://`` URL. That of a fork, ``RUN/forks/NAME``, reads what it lacks from the run (see
+    `deltawire.store.forked`).
 
     ``create`` makes a missing folder. ``durable`` says whether writes to a folder survive a power
     cut; None asks the environment (`DURABLE`), where they do by default.
@@ -65,6 +67,14 @@ def open_bucket(
     folder that does not exist, or a URL that contains credentials, which no message repeats.
     """
     location = os.fspath(location)
+    bucket = _open(location, create=create, durable=durable, options=options)
+    upper, name = split_fork(bucket.url)
+    if not name:
+        return bucket
+    return ForkedBucket(bucket, lambda: open_bucket(upper, durable=durable, **options))
+
+
+def _open(location: str, *, create: bool, durable: bool | None, options: dict[str, Any]) -> Bucket:
     if not location.strip():
         raise InputError(
             "the bucket's name is empty", hint="is the variable that should hold it set?"

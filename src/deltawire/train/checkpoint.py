@@ -226,16 +226,34 @@ def _remove_old(bucket: Bucket, keep: int) -> None:
     """Removes everything older than what is kept, commits first.
 
     That includes parts without a commit, left by an interrupted removal. A listing that came back
-    short would lack the marks of states that are kept.
+    short would lack the marks of states that are kept. The marks are listed once more after the
+    commits are deleted: a fork sets its mark before it reads the commit, so it either finds no
+    commit, or its mark is seen here and the parts stay.
     """
-    listed = listed_twice(bucket, keys.CHECKPOINTS)  # Sorted: a commit comes before its parts.
+    listed = listed_twice(bucket, keys.CHECKPOINTS)
     kept = _committed(listed)[-keep:]
-    marked = {key.rpartition("/")[0] for key in listed if key.endswith("/kept")}
-    for key in listed:
-        folder = key.rpartition("/")[0]
-        number = keys.trailing_number(folder)
-        if number is not None and folder not in marked and kept and number < kept[0]:
-            bucket.delete(key)
+    old = [
+        key
+        for key in _unmarked(listed)
+        if (number := keys.trailing_number(key.rpartition("/")[0])) is not None
+        and kept
+        and number < kept[0]
+    ]
+    commits = [key for key in old if key.endswith("/commit.json")]
+    for key in commits:
+        bucket.delete(key)
+    if commits:
+        now = set(_unmarked(listed_twice(bucket, keys.CHECKPOINTS)))
+        old = [key for key in old if key in now]
+    for key in old:
+        bucket.delete(key)
+
+
+def _unmarked(listed: Iterable[str]) -> list[str]:
+    """Returns the keys in folders without a mark that keeps them."""
+    listed = list(listed)
+    marked = {key.rpartition("/")[0] for key in listed if keys.keeps_checkpoint(key)}
+    return [key for key in listed if key.rpartition("/")[0] not in marked]
 
 
 def load_checkpoint(

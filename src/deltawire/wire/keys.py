@@ -32,6 +32,7 @@ EVENTS = "events/"
 ROLES = "roles/"
 ARCHIVE = "archive/"
 LINES = "lines/"
+FORKS = "forks/"
 TINKER = "tinker/"
 TINKER_SERVER = "tinker/server.json"
 LIVE = "live/"
@@ -252,6 +253,26 @@ def checkpoint_kept(version: int) -> str:
     return f"{CHECKPOINTS}{_number(version)}/kept"
 
 
+def checkpoint_forked(version: int, fork: str) -> str:
+    """Returns the key whose object keeps the trainer's state at ``version`` for a fork."""
+    return f"{CHECKPOINTS}{_number(version)}/{_fork_mark(fork)}"
+
+
+def fork_tag(fork: str) -> str:
+    """Returns the name of the tag that keeps the version which a fork began with."""
+    return _fork_mark(fork)
+
+
+def _fork_mark(fork: str) -> str:
+    return _checked(f"fork-{_checked(fork)}")
+
+
+def keeps_checkpoint(key: str) -> bool:
+    """Returns whether an object in a checkpoint's folder keeps it from being removed."""
+    name = key.rpartition("/")[2]
+    return name == "kept" or name.startswith("fork-")
+
+
 def role(name: str) -> str:
     """Returns the key of the grant of a role: a lower-case word, and perhaps ``-`` and a worker's
     name.
@@ -408,6 +429,12 @@ def line(name: str) -> str:
     are all keys of a run.
     """
     return f"{LINES}{_checked(name)}"
+
+
+def fork(name: str) -> str:
+    """Returns the prefix, without its last slash, of a fork of a run: under it are all keys of a
+    run."""
+    return f"{FORKS}{_checked(name)}"
 
 
 def split_line(url: str) -> tuple[str, str]:

@@ -157,7 +157,7 @@ def test_retention_at_every_request_of_a_tag(fresh):
 
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 def test_each_request_of_a_tag_fails(fresh, done):
-    """What a crash leaves is repaired by the same call, and stops no retention for good."""
+    """The same call repairs what a crash leaves, which stops no retention for good."""
     at, ended = 0, False
     while not ended:
         at += 1

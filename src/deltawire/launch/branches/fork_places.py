@@ -1,0 +1,68 @@
+"""Finds the forks of a run, which lie below it, and where they began."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.errors import CorruptError
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import committed_versions, find_run, read_manifest
+from deltawire.wire import keys
+from deltawire.wire.payload import Index
+
+FORK_RECORD = "deltawire.fork"
+"""The member of the metadata of a fork's first version that names its parent."""
+
+
+class ForkRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """States where a fork began: the parent's id, and its version."""
+
+    parent: Annotated[str, Meta(max_length=64)]
+    version: Index
+
+
+def fork_names(bucket: Bucket) -> list[str]:
+    """Lists the names of a run's forks, those included that are not finished."""
+    return [name for name in bucket.list_prefixes(keys.FORKS) if keys.valid_name(name)]
+
+
+def open_fork(bucket: Bucket, name: str) -> Bucket:
+    """Opens the bucket of a fork."""
+    return open_bucket(f"{bucket.url.rstrip('/')}/{keys.fork(name)}")
+
+
+def origin_of(fork: Bucket) -> int | None:
+    """Returns the parent's version that a fork began with, None if it states none.
+
+    Raises `CorruptError` if that cannot be read.
+    """
+    run = find_run(fork)
+    if run is None:
+        return None
+    for version in committed_versions(fork):
+        manifest = read_manifest(fork, run, version)
+        if manifest is not None and FORK_RECORD in manifest.metadata:
+            try:
+                return msgspec.convert(manifest.metadata[FORK_RECORD], ForkRecord).version
+            except msgspec.ValidationError as error:
+                raise CorruptError(f"metadata: {error}", run=fork.url, version=version) from error
+    return None
+
+
+def forks_from(bucket: Bucket, version: int) -> list[str]:
+    """Returns the URLs of the forks, and of their forks, that began with ``version`` or a later
+    one. One whose origin is unknown, or was deleted by its retention, counts as one of them.
+    """
+    found = []
+    for name in fork_names(bucket):
+        fork = open_fork(bucket, name)
+        try:
+            origin = origin_of(fork)
+        except CorruptError:
+            origin = None
+        if origin is None or origin >= version:
+            found += [fork.url, *forks_from(fork, 0)]
+    return found

@@ -1,0 +1,110 @@
+"""Gives a fork the trainer's state of the version that it begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from deltawire.config.sections import RunConfig
+from deltawire.errors import CorruptError, InputError
+from deltawire.export.lines import open_policy
+from deltawire.export.models import fetch_model_files
+from deltawire.placement.device import resolve_device
+from deltawire.rl.trainer.resume import Resumed, recompute_step, resume
+from deltawire.store import Bucket
+from deltawire.sync import read_manifest
+from deltawire.train.checkpoint import MAX_COMMIT_BYTES, Commit, save_checkpoint
+from deltawire.wire import keys
+from deltawire.wire.ledger import Ledger
+from deltawire.wire.objects import decode_json, encode_json
+from deltawire.wire.run import Run
+
+
+def give_state(
+    parent: Bucket,
+    run: Run,
+    place: Bucket,
+    forked: Run,
+    config: RunConfig,
+    version: int,
+    *,
+    fork: str,
+) -> str:
+    """Stores the state in the fork; returns ``shared`` or ``computed``.
+
+    A checkpoint of the parent is shared: only its commit is written, with the fork's id. Where
+    there is none, the steps after an earlier one are computed again. Raises `InputError` if that
+    does not give the published bits, and as `resume` and `recompute_step`.
+    """
+    there = place.get(keys.checkpoint_commit(version), limit=MAX_COMMIT_BYTES)
+    if there is not None and _commit(place, there, version).run == forked.id:
+        return "shared"
+    # Before the commit is read: removal looks for this mark after it has deleted the commit.
+    parent.put(keys.checkpoint_forked(version, fork), b"")
+    if _share(parent, run, place, forked, version):
+        return "shared"
+    parent.delete(keys.checkpoint_forked(version, fork))
+    state = _computed(parent, run, config, version)
+    digest = state.masters.digest().hex()
+    save_checkpoint(
+        place, state.masters.state(), Ledger(), version=version, digest=digest, run=forked.id
+    )
+    return "computed"
+
+
+def _commit(bucket: Bucket, data: bytes, version: int) -> Commit:
+    key = keys.checkpoint_commit(version)
+    return decode_json(data, Commit, run=bucket.url, key=key)
+
+
+def _share(parent: Bucket, run: Run, place: Bucket, forked: Run, version: int) -> bool:
+    """Writes the parent's commit into the fork; returns False if there is none that counts."""
+    data = parent.get(keys.checkpoint_commit(version), limit=MAX_COMMIT_BYTES)
+    if data is None:
+        return False
+    commit = _commit(parent, data, version)
+    manifest = read_manifest(parent, run, version)
+    if commit.run != run.id or manifest is None or commit.digest != manifest.digest:
+        return False
+    # The fork's workers number their groups from 0, so none of them is settled.
+    shared = msgspec.structs.replace(commit, run=forked.id, ledger=Ledger())
+    place.put(keys.checkpoint_commit(version), encode_json(shared))
+    return True
+
+
+def _computed(parent: Bucket, run: Run, config: RunConfig, version: int) -> Resumed:
+    """Computes the state of a version from the newest checkpoint before it, or version 0."""
+    torch.set_num_threads(config.threads)
+    device = resolve_device(config.device_of("trainer"))
+    with fetch_model_files(parent, run) as folder:
+        model = open_policy(
+            parent,
+            config,
+            Path(folder),
+            adapter=config.train.adapter,
+            seed=config.seed,
+            device=device,
+        )
+    state = resume(parent, run, config, model, newest=version)
+    while state.version < version:
+        try:
+            step = recompute_step(parent, run, state)
+        except CorruptError as error:
+            raise InputError(
+                f"the state of version {version} cannot be computed: {error.message}",
+                hint="fork a version that has a checkpoint, or whose groups are kept",
+                run=parent.url,
+                version=error.version,
+                key=error.key,
+            ) from error
+        if not step.equal:
+            raise InputError(
+                f"the state of version {version} cannot be computed on this machine: version "
+                f"{step.version} comes out with other bits",
+                hint="deltawire replay says why; a version that has a checkpoint can be forked",
+                run=parent.url,
+                version=step.version,
+            )
+    return state

@@ -1,0 +1,208 @@
+"""Forks a run: a new run that begins with a version of another, and copies no weights.
+
+A fork lies below its parent, at ``RUN/forks/NAME``, and reads what it began with from there (see
+`deltawire.store.forked`). The order makes a stop at any point harmless, and the same call goes on:
+
+1. Tag the version in the parent, so that retention keeps it, and mark its checkpoint.
+2. Write the version's manifest into the fork, and those that it builds on up to an anchor, with the
+   fork's id; then the floor that closes the versions before them.
+3. Write the commit of the trainer's state. Where the parent has no checkpoint of the version, its
+   steps are computed again from an earlier one, and the state is stored in the fork.
+4. Create ``run.json``. Before that no reader takes the place for a run.
+
+The id follows from the parent, the version, the name and the configuration, so a repeated call
+writes the same objects, and one with other arguments finds them and stops.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from deltawire.config import run_config, with_settings
+from deltawire.config.sections import RunConfig
+from deltawire.errors import CorruptError, InputError
+from deltawire.launch.branches.fork_places import FORK_RECORD, ForkRecord
+from deltawire.runtime.fleet import known_trainer
+from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.sync import find_run, read_manifest
+from deltawire.sync.chain.objects import create_run, read_compacted_delta
+from deltawire.sync.chain.tags import add_tag
+from deltawire.wire import keys
+from deltawire.wire.coordination import RetentionFloor
+from deltawire.wire.ledger import STEP_RECORD, CommitMetadata
+from deltawire.wire.manifest import Manifest, encode_manifest
+from deltawire.wire.payload import ZERO_SUM
+from deltawire.wire.run import Run
+from deltawire.wire.seal import Signer, seal
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A fork that is ready to be trained. ``state`` says where the trainer's state came from:
+    ``shared`` with the parent, ``computed`` again, or ``none`` for a run without a trainer."""
+
+    url: str
+    run: Run
+    version: int
+    state: str
+
+
+def fork_run(
+    parent: Bucket,
+    run: Run,
+    version: int,
+    name: str,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    signer: Signer | None = None,
+) -> Fork:
+    """Makes the fork ``name`` of a version, with some settings changed.
+
+    Raises `InputError` if the version is not there, for a setting that cannot change, for a name
+    that another fork has, and if the trainer's state cannot be computed; `CorruptError` if a needed
+    object cannot be read.
+
+    Example::
+
+        fork_run(bucket, run, 120, "try", settings={"train.optimizer.learning_rate": 2e-6})
+    """
+    tag = keys.fork_tag(name)
+    config = _config_of(parent, run, settings or {})
+    raw = msgspec.to_builtins(config) if config is not None else run.config
+    seen = msgspec.json.encode([run.id, version, name, raw], order="deterministic")
+    described = msgspec.structs.replace(
+        run, id=blake3(seen).hexdigest()[:32], name=name, created_at=time.time(), config=raw
+    )
+    location = f"{parent.url.rstrip('/')}/{keys.fork(name)}"
+    place = RetryingBucket.over(open_bucket(location, create=True))
+    _refuse_another(place, described)
+    add_tag(parent, run, version, tag, signer=signer)
+    chain = chain_of(parent, run, version)
+    for one in chain:
+        newest = one.version == version
+        _write(place, _forked(one, run, described, newest=newest), signer)
+    _write_floor(place, described, chain[0].version, signer)
+    state = "none"
+    if config is not None:
+        from deltawire.launch.branches.fork_state import give_state
+
+        state = give_state(parent, run, place, described, config, version, fork=name)
+    create_run(place, described, signer=signer)
+    return Fork(place.url, described, version, state)
+
+
+def _config_of(parent: Bucket, run: Run, settings: Mapping[str, Any]) -> RunConfig | None:
+    """Returns the fork's configuration: the parent's with its present settings and these changes;
+    None for a run that has none."""
+    if not run.config:
+        if settings:
+            raise InputError("a run without a configuration has no settings", run=parent.url)
+        return None
+    if run.public_key:
+        raise InputError(
+            "a signed run with a trainer cannot be forked: its state is signed for it",
+            hint="fork an unsigned run, or a signed one that holds only weights",
+            run=parent.url,
+        )
+    config = run_config(run.config, url=parent.url)
+    status = known_trainer(parent)
+    config = with_settings(config, status.settings if status else {}, source=parent.url)
+    if config.train.adapters or config.train.also_publish or config.line is not None:
+        raise InputError(
+            "a run of several adapters or precisions cannot be forked",
+            hint="fork a run of one line of versions",
+            run=parent.url,
+        )
+    return with_settings(config, settings, source="--set")
+
+
+def chain_of(bucket: Bucket, run: Run, version: int) -> list[Manifest]:
+    """Returns the manifests that a version is read from: an anchor, and the versions after it, each
+    built on the one before. The first one has no delta.
+
+    Raises `InputError` if the version is not there, and `CorruptError`.
+    """
+    found: list[Manifest] = []
+    at = version
+    while True:
+        manifest = read_manifest(bucket, run, at)
+        if manifest is None or manifest.pruned:
+            raise InputError(
+                f"version {at} " + ("is not there" if manifest is None else "has been pruned"),
+                hint="deltawire log RUN lists the versions",
+                run=bucket.url,
+                version=at,
+            )
+        anchor = manifest.anchor
+        if anchor is None:
+            later = read_compacted_delta(bucket, run, None, at)
+            if later is not None and later.digest == manifest.digest:
+                anchor = later.payload
+        if anchor is not None:
+            found.append(
+                msgspec.structs.replace(
+                    manifest, anchor=anchor, delta=None, base=None, base_digest=ZERO_SUM
+                )
+            )
+            return found[::-1]
+        found.append(manifest)
+        if manifest.base is None:
+            raise CorruptError("a version with no way to it", run=bucket.url, version=at)
+        at = manifest.base
+
+
+def _forked(manifest: Manifest, parent: Run, fork: Run, *, newest: bool) -> Manifest:
+    """Returns a manifest of the parent as one of the fork.
+
+    The groups that the parent's versions consumed are not the fork's, so only the newest version
+    has a record: the step and the position of the draws, where training continues.
+    """
+    metadata: dict[str, Any] = {}
+    if newest:
+        record = ForkRecord(parent=parent.id, version=manifest.version)
+        metadata[FORK_RECORD] = msgspec.to_builtins(record)
+        if STEP_RECORD in manifest.metadata:
+            made = CommitMetadata.of(manifest.metadata, run=parent.name, version=manifest.version)
+            metadata |= CommitMetadata(step=made.step, position=made.position).to_dict()
+    return msgspec.structs.replace(manifest, run=fork.id, metadata=metadata)
+
+
+def _write(place: Bucket, manifest: Manifest, signer: Signer | None) -> None:
+    key = keys.manifest(manifest.version)
+    place.create(key, encode_manifest(manifest, signer=signer))
+
+
+def _write_floor(place: Bucket, run: Run, version: int, signer: Signer | None) -> None:
+    """Says that the versions before the first one are not there on purpose."""
+    if version:
+        key = keys.retention_floor(version)
+        place.create(key, seal(RetentionFloor(run=run.id, version=version), key=key, signer=signer))
+
+
+def _refuse_another(place: Bucket, run: Run) -> None:
+    """Raises `InputError` if another fork has the name, or has begun to."""
+    there = find_run(place)
+    other = None if there is None else there.id
+    if there is None:
+        for key in place.list(keys.MANIFESTS)[:1]:
+            data = place.get(key, limit=1 << 21)
+            if data is not None:
+                other = msgspec.json.decode(data, type=_ManifestOwner).run
+    if other not in (None, run.id):
+        raise InputError(
+            "another fork has this name",
+            hint="choose another name, or delete that fork",
+            run=place.url,
+        )
+
+
+class _ManifestOwner(msgspec.Struct):
+    """The member of a manifest that says whose it is."""
+
+    run: str = ""

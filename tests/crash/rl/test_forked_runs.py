@@ -1,0 +1,208 @@
+"""A fork trains on as its parent would, whoever stops and whatever its parent deletes."""
+
+import time
+from contextlib import suppress
+
+import pytest
+from forgotten_users import train
+from granted_groups import made_up_group, put_group, start_with_groups
+from heartbeats import put_heartbeat
+
+from deltawire.cli.main import main
+from deltawire.errors import DeltawireError, InputError
+from deltawire.launch.branches.fork_places import FORK_RECORD, forks_from
+from deltawire.launch.branches.forking import fork_run
+from deltawire.store import open_bucket, retrying
+from deltawire.sync import find_run, load_mirror, prune, read_manifest, read_run
+from deltawire.sync.chain.tags import find_tag
+from deltawire.sync.maintain.fsck import check_run
+from deltawire.testing.faulty import FaultyBucket
+from deltawire.train import checkpoint
+from deltawire.train.checkpoint import checkpoint_versions
+from deltawire.wire import keys
+from deltawire.wire.objects import decode_json
+
+TRAIN = {
+    "groups_per_step": 1, "max_staleness": 99, "versions": 4, "checkpoint_every": 2,
+    "anchor_every": 100,
+}  # fmt: skip
+VERSION = 2
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of four versions, with checkpoints at 2 and 4, in a folder that tests copy."""
+    folder = tmp_path_factory.mktemp("trained")
+    bucket = start_with_groups(folder, groups=4, train=TRAIN)
+    train(bucket, to=4)
+    return bucket
+
+
+@pytest.fixture
+def parent(trained, tmp_path):
+    """A copy of the run."""
+    bucket = open_bucket(str(tmp_path / "run"), create=True)
+    for key in trained.list(""):
+        bucket.put(key, trained.get(key, limit=1 << 30))
+    return bucket
+
+
+def stored(bucket):
+    return {one.key: one.bytes for one in bucket.list_objects("")}
+
+
+def give_later_groups(fork, *numbers):
+    """The groups that the parent trained on after the fork, as the first of the fork's worker."""
+    for place, number in enumerate(numbers):
+        put_group(fork, place, made_up_group(number))
+    put_heartbeat(fork, "w0", stored=len(numbers), at=time.time())
+
+
+def digests(bucket, *versions):
+    return [read_manifest(bucket, read_run(bucket), version).digest for version in versions]
+
+
+def test_a_fork_makes_the_bits_of_its_parent_from_the_later_groups(parent):
+    made = fork_run(parent, read_run(parent), VERSION, "try")
+    assert (made.version, made.state) == (VERSION, "shared")
+    fork = open_bucket(made.url)
+    inner = stored(fork)
+    assert sum(inner.values()) < 100_000
+    assert not [key for key in inner if key.startswith((keys.BLOBS, "rollouts/"))]
+    assert not [key for key in inner if key.endswith(".bin")]
+    give_later_groups(fork, 2, 3)
+    train(fork, to=4)
+    assert digests(fork, 3, 4) == digests(parent, 3, 4)
+    assert read_manifest(fork, made.run, 2).metadata[FORK_RECORD] == {
+        "parent": read_run(parent).id, "version": VERSION,
+    }  # fmt: skip
+    assert not check_run(fork, deep=True).faults
+    assert main(["replay", made.url, "--from", "3"]) == 0
+
+
+def test_other_settings_make_other_bits(parent, capsys):
+    change = "train.optimizer.learning_rate=0.1"
+    assert main(["fork", f"{parent.url}@{VERSION}", "try", "--set", change]) == 0
+    assert "state is shared" in capsys.readouterr().out
+    fork = open_bucket(f"{parent.url}/forks/try")
+    give_later_groups(fork, 2)
+    train(fork, to=3)
+    assert digests(fork, 2) == digests(parent, 2)
+    assert digests(fork, 3) != digests(parent, 3)
+    assert main(["fork", f"{parent.url}@{VERSION}", "try"]) == 2
+    assert "another fork has this name" in capsys.readouterr().err
+
+
+def test_without_a_checkpoint_the_state_is_computed(parent):
+    made = fork_run(parent, read_run(parent), 3, "try")
+    assert made.state == "computed"
+    fork = open_bucket(made.url)
+    assert checkpoint_versions(fork) == [3]
+    give_later_groups(fork, 3)
+    train(fork, to=4)
+    assert digests(fork, 4) == digests(parent, 4)
+
+
+def test_a_fork_of_a_fork(parent):
+    first = fork_run(parent, read_run(parent), VERSION, "one")
+    fork = open_bucket(first.url)
+    give_later_groups(fork, 2)
+    train(fork, to=3)
+    second = fork_run(fork, first.run, 3, "two")
+    below = open_bucket(second.url)
+    give_later_groups(below, 3)
+    train(below, to=4)
+    assert digests(below, 4) == digests(parent, 4)
+
+
+def test_retention_of_the_parent_keeps_what_a_fork_reads(parent):
+    run = read_run(parent)
+    made = fork_run(parent, run, VERSION, "try")
+    for key in parent.list(f"{keys.CHECKPOINTS}0000000004/"):
+        parent.put(key.replace("0000000004", "0000000005"), parent.get(key, limit=1 << 30))
+    checkpoint._remove_old(parent, 1)
+    assert prune(parent, run, cutoff=4, grace_s=0).pruned_below <= VERSION
+    assert 4 not in checkpoint_versions(parent)
+    fork = open_bucket(made.url)
+    give_later_groups(fork, 2)
+    train(fork, to=3)
+    assert digests(fork, 3) == digests(parent, 3)
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_half_shared(parent):
+    """Its removal began before the fork's mark: the fork finds no commit, or its parts stay."""
+    for at in range(1, 12):
+        bucket = open_bucket(f"{parent.url}-{at}", create=True)
+        for key in parent.list(""):
+            bucket.put(key, parent.get(key, limit=1 << 30))
+        bucket = FaultyBucket(bucket)
+        made = []
+        bucket.pause(
+            at=at,
+            wait=lambda b=bucket, m=made: m.append(
+                fork_run(b.inner, read_run(b.inner), VERSION, "try")
+            ),
+        )
+        checkpoint._remove_old(bucket, 1)
+        if not made:
+            break
+        commits = checkpoint_versions(open_bucket(made[0].url))
+        assert commits == [VERSION]
+        assert_has_state(made[0])
+    assert at > 5
+
+
+def assert_has_state(made):
+    """All parts that the fork's commit names are read, here or above."""
+    fork = open_bucket(made.url)
+    key = keys.checkpoint_commit(made.version)
+    commit = decode_json(fork.get(key, limit=1 << 24), checkpoint.Commit, run=made.url, key=key)
+    parts = {keys.checkpoint_part(made.version, n) for n in range(commit.ranks)}
+    assert [part for part in parts if fork.get(part, limit=1 << 30) is None] == []
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+def test_each_request_to_the_parent_fails(parent, done, monkeypatch):
+    """The same call goes on; before it does, no reader takes the place for a run."""
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
+    run, at, ended = read_run(parent), 0, False
+    while not ended:
+        at += 1
+        name = f"try{at}"
+        bucket = FaultyBucket(parent)
+        bucket.fail(at=at, times=None, done=done)
+        with suppress(DeltawireError):
+            fork_run(bucket, run, VERSION, name)
+            ended = len(bucket.operations) < at
+        fork = open_bucket(f"{parent.url}/forks/{name}", create=True)
+        if not ended:
+            assert find_run(fork) is None
+        assert fork_run(parent, run, VERSION, name).state == "shared"
+        assert load_mirror(fork, read_run(fork)).digest.hex() == digests(parent, VERSION)[0]
+        assert find_tag(parent, run, f"fork-{name}").version == VERSION
+    assert at > 5
+
+
+def test_forks_that_hold_what_a_version_learned_are_named(parent):
+    first = fork_run(parent, read_run(parent), VERSION, "one")
+    fork = open_bucket(first.url)
+    second = fork_run(fork, first.run, VERSION, "two")
+    assert forks_from(parent, VERSION) == [first.url, second.url]
+    assert forks_from(parent, VERSION + 1) == []
+    fork.put(keys.manifest(VERSION), b"junk")  # Then it is unknown, and counts.
+    assert forks_from(parent, VERSION + 1) == [first.url, second.url]
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "settings", "message"),
+    [
+        (9, "try", {}, "is not committed"),
+        (2, "a/b", {}, "cannot name"),
+        (2, "x" * 60, {}, "cannot name"),
+        (2, "try", {"model.path": "x"}, "cannot change"),
+    ],
+)
+def test_what_cannot_be_forked(parent, version, name, settings, message):
+    with pytest.raises(InputError, match=message):
+        fork_run(parent, read_run(parent), version, name, settings=settings)
+    assert not parent.list(keys.TAGS)
