@@ -20,8 +20,8 @@ from deltawire.sync.chain.objects import read_compacted_delta, read_manifest
 from deltawire.sync.chain.payloads import all_blobs
 from deltawire.sync.chain.retention import _References as References
 from deltawire.sync.chain.retention import prune
-from deltawire.sync.publish.commit_thread import CommittedLateError
 from deltawire.sync.chain.tags import add_tag
+from deltawire.sync.publish.commit_thread import CommittedLateError
 from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest, decode_manifest
 from deltawire.wire.run import Run, TensorSpec
