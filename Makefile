@@ -7,6 +7,8 @@
 #                     keeps the examples of property tests
 # make check-protocol explores commits, retention and readers in every order of their steps, and
 #                     refutes protocols without one of the rules; ONLY="retention" takes a part
+# make simulate       simulates runs with faults, HOURS=1000 of them, from seed FIRST=1 on; BROKEN=""
+#                     finds each rule that is taken out of the code, BROKEN="retention" a part
 # make test-engines   follows runs with vLLM, for every family of models, on one rank and on two
 # make docs           builds the documents as a site, in build/site
 # make dist           builds the source archive and a wheel, and tests it in an empty environment
@@ -26,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadsc
 # Each process of the tests would compile its modules, and rewrite those of tests: 14 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo real real-model live test drills check-protocol test-engines engines lint format bench docs dist fuzz targets lock newest clean
+.PHONY: setup demo real real-model live test drills check-protocol simulate test-engines engines lint format bench docs dist fuzz targets lock newest clean
 
 setup: .venv/.ready
 
@@ -91,6 +93,9 @@ fuzz:
 
 check-protocol: setup
 	$(BIN)/python scripts/check_protocol.py --only '$(ONLY)'
+
+simulate: setup
+	$(BIN)/python scripts/simulate.py $(if $(filter undefined,$(origin BROKEN)),--hours $(or $(HOURS),1000) --first $(or $(FIRST),1),--broken '$(BROKEN)')
 
 mutate: setup
 	$(BIN)/python scripts/mutate.py $(CLAIMS)
