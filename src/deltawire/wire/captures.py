@@ -37,6 +37,7 @@ FAILED, LEFT, TIMED_OUT = "error", "left", "timeout"
 end, and of one that had not ended when its outcome was due."""
 ENDED_EARLY = frozenset({FAILED, LEFT, TIMED_OUT})
 NOT_STORED = "the user did not agree to its storing"
+WITHHELD = "its text could not be redacted"
 """Why an answer is unusable of which only what judges its arm is stored."""
 _Name = Annotated[str, Meta(max_length=MAX_TEXT)]
 _Finite = Annotated[float, Meta(ge=-1e9, le=1e9)]
@@ -49,12 +50,12 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``temperature``) float32, little-endian, as the engine stated them; ``spans`` are the versions
     that drew the tokens. An ``unusable`` answer says why it cannot be trained on, and then has no
     tokens; those that ended early have a ``finish`` of `ENDED_EARLY`. Of an answer that may not be
-    stored, `NOT_STORED`, only what judges its arm is here: user, arm, propensity, versions, times
-    and ``finish``. ``marks`` are properties of the text (`deltawire.live.capture.marks`). ``task``
-    names the kind of request where the product knows it, ``cohort`` the group of users that the
-    product puts this one in. ``first_s`` and ``total_s`` are the seconds until the first token and
-    until the end. ``text`` is the redacted conversation as JSON, empty unless the deployment keeps
-    it. ``receipt`` is the sealed receipt.
+    stored, `NOT_STORED` or `WITHHELD`, only what judges its arm is here: user, arm, propensity,
+    versions, times and ``finish``. ``marks`` are properties of the text
+    (`deltawire.live.capture.marks`). ``task`` names the kind of request where the product knows it,
+    ``cohort`` the group of users that the product puts this one in. ``first_s`` and ``total_s`` are
+    the seconds until the first token and until the end. ``text`` is the redacted conversation as
+    JSON, empty unless the deployment keeps it. ``receipt`` is the sealed receipt.
     """
 
     answer: Identity
@@ -94,7 +95,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def judged_only(self) -> bool:
         """The answer may not be stored, so the row only judges its arm."""
-        return self.unusable == NOT_STORED
+        return self.unusable in (NOT_STORED, WITHHELD)
 
     @property
     def prompt_ids(self) -> NDArray[np.int32]:

@@ -15,7 +15,7 @@ import numpy as np
 from deltawire.live.capture.marks import marks_of
 from deltawire.live.gateway.engine_tokens import AnswerReader, ChoiceTokens
 from deltawire.live.gateway.requests import AskedAnswer
-from deltawire.wire.captures import FAILED, NOT_STORED, Capture
+from deltawire.wire.captures import FAILED, Capture
 from deltawire.wire.decisions import Assignment
 from deltawire.wire.receipts import Receipt
 
@@ -98,9 +98,10 @@ def judged_row(
     *,
     finish: str,
     first_s: float,
+    why: str,
 ) -> Capture:
-    """Returns the row of an answer that may not be stored. It has no text, tokens, marks or labels,
-    and names no conversation: the answer's own number takes its place."""
+    """Returns the row of an answer that may not be stored, which ``why`` says. It has no text,
+    tokens, marks or labels, and names no conversation: the answer's own number takes its place."""
     return Capture(
         answer=receipt.answer,
         conversation=receipt.answer,
@@ -112,7 +113,7 @@ def judged_row(
         receipt="",
         finish=finish,
         spans=[(version, 1) for version, _ in spans],
-        unusable=NOT_STORED,
+        unusable=why,
         first_s=first_s,
         total_s=receipt.at - served.began,
     )

@@ -47,7 +47,9 @@ from deltawire.wire import keys
 from deltawire.wire.captures import (
     FAILED,
     LEFT,
+    NOT_STORED,
     TIMED_OUT,
+    WITHHELD,
     Capture,
     Feedback,
     GatewayState,
@@ -309,10 +311,11 @@ class Recorder:
         spans: Sequence[tuple[int, int]],
         finish: str,
         first_s: float,
+        why: str = NOT_STORED,
     ) -> None:
         """Stores what judges the arm of an answer that may not be stored."""
         if served.judged:
-            row = judged_row(served, receipt, spans, finish=finish, first_s=first_s)
+            row = judged_row(served, receipt, spans, finish=finish, first_s=first_s, why=why)
             self.captures.append(encode_row(row))
             self.counts["judged"] += 1
 
@@ -352,7 +355,8 @@ class Recorder:
             stored = await self._store(encode_row(row))
         else:
             drawn = spans or spans_of([] if version is None else [version])
-            self._store_judged(served, receipt, drawn, choice.finish or FAILED, first_s)
+            finish = choice.finish or FAILED
+            self._store_judged(served, receipt, drawn, finish, first_s, WITHHELD)
         self._count(stored=stored, blocked=blocked, fault=fault)
         if not stored and receipt.recorded:
             receipt = msgspec.structs.replace(receipt, recorded=False)

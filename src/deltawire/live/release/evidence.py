@@ -223,7 +223,9 @@ class CanaryTests:
         watched = {METRIC: [self._metric, self._worse, *([self._gap] if self._gap else [])]}
         watched |= {name: [test] for name, test in self._guardrails.items()}
         for name, tests in watched.items():
-            # Answers that may not be stored have no value for guardrails that need their text.
+            # Only users who refused before an arm answered have no value (`OutcomeRules.outcome`),
+            # so those that are left are still assigned at random. A unit whose value a version may
+            # hide must have one, or that version would be compared by its better answers.
             known = [one for one in counted if name in one.values]
             if not known:
                 continue

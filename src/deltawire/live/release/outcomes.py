@@ -17,7 +17,7 @@ from deltawire.config.ranges import KNOWN_RANGES, LOWER_IS_BETTER, range_of
 from deltawire.errors import InputError
 from deltawire.live.capture.guardrails import OF_EVERY_ANSWER, SILENT, AnswerFacts, touches
 from deltawire.live.learning.rewards import TERMS, OwnReward, RewardRules, values_of
-from deltawire.wire.captures import ENDED_EARLY, Capture, Feedback
+from deltawire.wire.captures import ENDED_EARLY, NOT_STORED, Capture, Feedback
 from deltawire.wire.decisions import CANDIDATE, Decision
 from deltawire.wire.receipts import SERVING
 
@@ -145,17 +145,16 @@ class OutcomeRules:
         self, answers: Sequence[tuple[Capture, Iterable[Feedback]]], decision: Decision
     ) -> dict[str, float]:
         """Returns the values of one unit, of whose answers each is given with its reports: the mean
-        metric, and the largest value of each guardrail that is known of one of them."""
+        metric, and the largest value of each guardrail. A guardrail that needs the text of answers
+        has no value if the user of the first one, the earliest, did not agree to its storing: that
+        was so before an arm answered, so it leaves out both arms' users alike."""
         rows = []
         for answer, reports in answers:
             row = self.values(answer, reports)
             if "error" in row and not drawn_by_its_arm(answer, decision):
                 row["error"] = 1.0
             rows.append(row)
-        found = {
-            name: max(row[name] for row in rows if name in row)
-            for name in {name for row in rows for name in row}
-        }
+        found = {name: max(row[name] for row in rows if name in row) for name in rows[0]}
         return found | {METRIC: math.fsum(row[METRIC] for row in rows) / len(rows)}
 
     @property
@@ -184,8 +183,9 @@ class OutcomeRules:
 
     def values(self, answer: Capture, reports: Iterable[Feedback]) -> dict[str, float]:
         """Returns the values of a settled answer: `METRIC`, and 1 for each guardrail that it
-        touched. An answer that ended early has the worst metric. One that may not be stored has no
-        value for the guardrails that need its text or tokens."""
+        touched. An answer that ended early has the worst metric. One whose user did not agree to
+        its storing has no value for the guardrails that need its text or tokens. Where they cannot
+        be known for another reason, which may be the version's, they count as touched."""
         until = answer.asked_at + self._release.outcome_after_s
         values = values_of(report for report in reports if report.received <= until)
         reported = bool(values.keys() & self._kinds)
@@ -202,11 +202,11 @@ class OutcomeRules:
         found = {METRIC: 0.0 if early else self._scale.scaled(value)}
         facts = AnswerFacts.of(answer)
         for name in self._release.guardrails:
-            if answer.judged_only and name not in OF_EVERY_ANSWER:
+            if answer.unusable == NOT_STORED and name not in OF_EVERY_ANSWER:
                 continue
-            if name == "long" and facts.tokens is None:
-                continue
-            touched = touches(name, facts, self._release)
+            unknown = answer.judged_only and name not in OF_EVERY_ANSWER
+            unknown |= name == "long" and facts.tokens is None
+            touched = unknown or touches(name, facts, self._release)
             if name == SILENT:
                 touched = not any(kind in values for kind in self._kinds)
             found[name] = float(touched)

@@ -7,6 +7,7 @@ from live_answers import NOW, answer, report
 from live_canary import NEW, Canary, counts, shown
 
 from deltawire.config.release import DEFAULT_GUARDRAILS
+from deltawire.live.capture.guardrails import OF_EVERY_ANSWER
 from deltawire.live.release.canary_outcomes import LATE_S
 from deltawire.live.release.outcomes import METRIC, OutcomeRules
 from deltawire.wire.captures import (
@@ -14,6 +15,7 @@ from deltawire.wire.captures import (
     LEFT,
     NOT_STORED,
     TIMED_OUT,
+    WITHHELD,
 )
 from deltawire.wire.decisions import CANDIDATE
 from deltawire.wire.receipts import SERVING
@@ -129,6 +131,28 @@ def test_an_answer_that_may_not_be_stored_counts_for_what_is_known_of_it():
     assert counts(evidence) == (1, 2)
     assert evidence.guardrails["error"].difference == 1.0
     assert evidence.guardrails["question"].difference == 0.0
+
+
+@pytest.mark.parametrize("hidden", ["no token ids", WITHHELD])
+def test_a_version_cannot_hide_its_long_answers_by_leaving_them_without_tokens(hidden):
+    canary = Canary(long_tokens=8).begin()
+    rng = np.random.default_rng(1)
+    for number in range(800):
+        arm = CANDIDATE if rng.random() < 0.5 else SERVING
+        hides = arm == CANDIDATE and rng.random() < 0.4
+        changes = {"tokens": 0, "unusable": hidden, "spans": [(2, 1)]} if hides else {}
+        canary.put(shown(number, arm, at=NOW + number / 100, **changes), report(number, at=NOW))
+    assert "long" in canary.poll(NOW + 1000).harmful()
+
+
+def test_a_user_who_refused_first_has_no_value_for_the_text_whatever_the_arm_did_then():
+    rules = OutcomeRules(Canary().config.live)
+    decision = Canary().begin().log.newest
+    refused, marked = shown(1, tokens=0, unusable=NOT_STORED), shown(2, marks=["question"])
+    found = rules.outcome([(refused, []), (marked, [])], decision)
+    assert set(found) == {METRIC, *OF_EVERY_ANSWER}
+    found = rules.outcome([(marked, []), (refused, [])], decision)
+    assert found["question"] == 1.0
 
 
 def test_a_guardrail_that_rises_rolls_back_by_its_name():
