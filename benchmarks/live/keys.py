@@ -68,6 +68,12 @@ KEYS: Final[dict[str, Key]] = {
     "creep_progress_kept": Key(
         "creep", ">=", 0.8, "of the progress of 100 candidates each .005 better, 560,000 users each"
     ),
+    "decay_loss": Key(
+        "hold_back", "<=", 0.15, "lost by 36 promotions each .01 worse until the hold-back shows it"
+    ),
+    "decay_false_alarm": Key(
+        "hold_back", "<=", 0.05, "equal versions, returned to the hold-back version, worst world"
+    ),
     "regression_found_after": Key(
         "canary", "<=", 1.0, "answers until a 5-point drop is rolled back over a fixed test's"
     ),

@@ -161,6 +161,28 @@ def _lineage(found: dict[str, Any]) -> str:
     return f"{words}, of {found['bound']:g} at most; the next margin is {found['margin']:.3g}"
 
 
+def _hold_back(found: dict[str, Any] | None) -> list[str]:
+    """Returns what promotions add up to against the hold-back version, as lines."""
+    if found is None:
+        return []
+    name = f"hold-back version {found['version']}, kept by {found['share']:.1%} of users"
+    if found["returned"]:
+        return [f"alarm: all users returned to {name}: versions since added up to a loss"]
+    seen = found["comparison"]
+    if seen is None:
+        return [f"{name}: no other version serves"]
+    if not seen["users"]["hold_back"]:
+        return [f"{name}: none of them has settled; each gateway needs three replicas"]
+    line = (
+        f"{name}: the serving version is {seen['difference']:+.3f} against it "
+        f"({seen['low']:+.3f} to {seen['high']:+.3f}, {seen['users']['hold_back']} users of it)"
+    )
+    lines = [line]
+    if seen["worse"]:
+        lines.append(f"alarm: versions since are worse: {', '.join(seen['worse'])}")
+    return lines
+
+
 def _show(state: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(state))  # noqa: T201
@@ -173,6 +195,8 @@ def _show(state: dict[str, Any], *, as_json: bool) -> None:
     )
     if serving is not None:
         print(f"  {_lineage(state['lineage'])}")  # noqa: T201
+        for line in _hold_back(state["hold_back"]):
+            print(f"  {line}")  # noqa: T201
     for place, counts in state.get("outcomes", {}).items():
         line = f"{counts['candidate']} of the candidate, {counts['serving']} of the serving version"
         print(f"  outcomes at {place}: {line}")  # noqa: T201

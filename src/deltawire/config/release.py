@@ -71,6 +71,10 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     """The loss of all promotions together, since a person last chose the version that serves:
     each candidate is tested with half of what is left as its margin, ``margin`` at most. 0: nothing
     bounds the sum."""
+    hold_back: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of users who keep an old version, so that a slow decay over many promotions is seen:
+    once the versions since are shown to be worse, that version serves all users again. Needs three
+    replicas at each gateway. 0: nobody."""
     error_rate: Annotated[float, Meta(gt=0, lt=0.5)] = 0.05
     """Probability of a false promotion, and of a false rollback, over a whole canary."""
     stages: Annotated[list[_Share], Meta(min_length=1, max_length=16)] = field(
@@ -100,6 +104,10 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     )
     """The evaluation gate: by how much each held-out accuracy may be below the serving version's;
     ``accuracy`` is that of the whole set, other names are named sets. Empty: no gate."""
+    measure_again: bool = False
+    """The evaluator measures each version a second time, and the gate compares candidates with the
+    second result of the version that serves: the first one let it pass, so it is too good. Costs
+    the sampled answers of an evaluation once more."""
     gap: Annotated[float, Meta(gt=0, lt=1)] = 0.1
     """An alarm is raised once users are shown to see less of a candidate's held-out gain than this:
     its gain in the metric is smaller than that in held-out accuracy by more."""

@@ -187,6 +187,10 @@ def _release(status: RunStatus) -> Iterator[Metric]:
     )
     text = "Share of requests that the candidate answers too, unseen by users"
     yield _gauge("release_copies", text, [], [((), release.copies)])
+    text = "Metric of the version that serves less that of the hold-back version"
+    yield _gauge("release_hold_back_difference", text, [], [((), release.hold_back_difference)])
+    text = "1 if users were returned to the hold-back version"
+    yield _gauge("release_decayed", text, [], [((), release.decayed is not None)])
     held = [((name,), release.waits_for == name) for name in ("data", "person")]
     yield _gauge("release_held", "1 if the candidate waits", ["for"], held)
     counts = [((name,), count) for name, count in sorted(release.decisions.items())]

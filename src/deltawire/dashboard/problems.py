@@ -33,6 +33,11 @@ def problems_of(status: RunStatus) -> list[RunProblem]:
     if status.release is not None and status.release.paused_until:
         words = f"the evaluation gate stopped {status.release.gate_failures} candidates in a row"
         found.append(RunProblem(severity="alarm", text=f"{words}: learning pauses"))
+    if status.release is not None and status.release.decayed is not None:
+        words = f"versions up to {status.release.decayed} added up to a loss"
+        found.append(
+            RunProblem(severity="alarm", text=f"{words}: users returned to the hold-back version")
+        )
     if status.release is not None and status.release.void:
         words = f"void decisions: {status.release.void}; see deltawire live status"
         found.append(RunProblem(severity="warning", text=words))

@@ -8,7 +8,7 @@ import msgspec
 
 from deltawire.live.release.evidence import GAP_ALARM
 from deltawire.runtime.decision_log import DecisionLog
-from deltawire.wire.decisions import RESTORES
+from deltawire.wire.decisions import DECAYED, RESTORES, Decision
 
 
 class CandidateFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +120,17 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Until when learning pauses for that, in seconds since 1970; 0 if it does not."""
     figures: CandidateFigures | None = None
     """Those of the newest candidate."""
+    hold_back: int | None = None
+    """The version that the ``hold_back_share`` of users keeps; null if nobody keeps one."""
+    hold_back_share: float = 0.0
+    hold_back_difference: float | None = None
+    """The metric of the version that serves less that of the hold-back version, when the newest
+    decision was made, with the ends of its interval; null before both have users."""
+    hold_back_low: float | None = None
+    hold_back_high: float | None = None
+    decayed: int | None = None
+    """The version that served when all users were returned to the hold-back version, since versions
+    had added up to a loss; null if that was not decided since a candidate was last promoted."""
 
     @property
     def words(self) -> str:
@@ -138,6 +149,11 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
         found += f"; {self.verdict} by {self.by}: {self.reason}"
         if self.figures is not None and self.figures.words != self.figures.verdict:
             found += f" (candidate {self.figures.version}: {self.figures.words})"
+        if self.hold_back is not None and self.hold_back_difference is not None:
+            found += (
+                f"; against hold-back version {self.hold_back} {self.hold_back_difference:+.3f} "
+                f"({self.hold_back_low or 0:+.3f} to {self.hold_back_high or 0:+.3f})"
+            )
         return found
 
 
@@ -168,4 +184,25 @@ def release_of(log: DecisionLog) -> ReleaseStatus | None:
         paused_until=log.paused_until(),
         gap_alarm=newest.evidence.get(GAP_ALARM, 0.0) > 0,
         figures=candidates[-1] if candidates else None,
+        hold_back=None if newest.hold_back is None else newest.hold_back.version,
+        hold_back_share=newest.hold_back_share,
+        decayed=_decayed(log),
+        **_compared(newest),
     )
+
+
+def _compared(newest: Decision) -> dict[str, float]:
+    """Returns the comparison with the hold-back version in a decision, once it has users."""
+    if not newest.evidence.get("hold_back_users"):
+        return {}
+    names = ("hold_back_difference", "hold_back_low", "hold_back_high")
+    return {name: newest.evidence[name] for name in names if name in newest.evidence}
+
+
+def _decayed(log: DecisionLog) -> int | None:
+    for one in reversed(log.decisions):
+        if DECAYED in one.evidence and one.candidate is not None:
+            return one.candidate.version
+        if one.verdict == "promote" and RESTORES not in one.evidence:
+            return None
+    return None

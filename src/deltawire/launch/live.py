@@ -21,6 +21,8 @@ from deltawire.launch.role_keys import read_signer
 from deltawire.live.deployment_secret import generation_in_use
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
 from deltawire.live.release.evidence import DifferenceFinding, Evidence, planned_answers
+from deltawire.live.release.hold_back import HoldBackEvidence
+from deltawire.live.release.hold_back_outcomes import HoldBackOutcomes
 from deltawire.live.release.lineage import PromotionLineage, lineage_of, with_lineage_margin
 from deltawire.live.release.next_decision import (
     Situation,
@@ -38,6 +40,7 @@ from deltawire.runtime.trusted import ReaderTrust, open_trusted
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import newest_version, read_history, read_manifest, read_run
 from deltawire.wire.decisions import (
+    DECAYED,
     FORGETS,
     RESTORES,
     UNDECIDED,
@@ -83,6 +86,7 @@ class Releaser:
         self._run = run
         self.by = by
         self._outcomes = CanaryOutcomes(bucket, config.live)
+        self._held_back = HoldBackOutcomes(bucket, config.live)
         self._digests: dict[int, str] = {}
         self._restores = self.release.restore and config.midtrain is None
         self._searched = (-1, 0)
@@ -116,6 +120,7 @@ class Releaser:
             restored=restored,
             scores=scores,
             evidence=self.evidence(now),
+            hold_back=self.hold_back(now),
             shadow=self.shadow(),
             estimate=figures_of_estimate(self.estimate()),
             generation=self._generation(),
@@ -133,6 +138,10 @@ class Releaser:
     def evidence(self, now: float) -> Evidence | None:
         """Returns what the canary that is under way has shown so far; None without one."""
         return self._outcomes.poll(self.log, now)
+
+    def hold_back(self, now: float) -> HoldBackEvidence | None:
+        """Returns what users of the hold-back version showed so far; None if nobody keeps one."""
+        return self._held_back.compare(self.log, now)
 
     @property
     def warning(self) -> str:
@@ -292,6 +301,7 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
         "restores": None,
         "candidate": None,
         "lineage": _lineage_row(lineage_of(releaser.log, releaser.release), releaser.release),
+        "hold_back": _hold_back_row(releaser, now),
         "gate_failures": releaser.log.gate_failures(),
         "paused_until": releaser.log.paused_until(),
         "now": now,
@@ -380,6 +390,33 @@ def _shadow_row(shadow: ShadowEvidence | None, wanted: int) -> dict[str, Any] | 
         "first_s": {"candidate": shadow.first_s[0], "serving": shadow.first_s[1]},
         "tests": {name: _test_row(one) for name, one in shadow.guardrails.items()},
     }
+
+
+def _hold_back_row(releaser: Releaser, now: float) -> dict[str, Any] | None:
+    """Returns what promotions add up to against the hold-back version; None if there is none."""
+    newest = releaser.log.newest
+    if newest is None or newest.hold_back is None:
+        return None
+    row: dict[str, Any] = {
+        "version": newest.hold_back.version,
+        "share": newest.hold_back_share,
+        "returned": DECAYED in newest.evidence,
+        "comparison": None,
+    }
+    found = releaser.hold_back(now)
+    if found is not None:
+        row["comparison"] = {
+            "users": {"serving": found.counts[0], "hold_back": found.counts[1]},
+            "metric": {"serving": found.means[0], "hold_back": found.means[1]},
+            "difference": found.difference,
+            "low": found.low,
+            "high": found.high,
+            "log_evidence": found.log_evidence,
+            "log_threshold": found.log_threshold,
+            "worse": list(found.worse),
+            "better": found.better,
+        }
+    return row
 
 
 def _lineage_row(found: PromotionLineage, release: ReleaseConfig) -> dict[str, Any]:

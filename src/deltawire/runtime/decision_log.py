@@ -22,6 +22,7 @@ from deltawire.store import Bucket
 from deltawire.sync.chain.evidence import Absent, Sound, Unknown, evidence_of
 from deltawire.wire import keys
 from deltawire.wire.decisions import (
+    DECAYED,
     ENDED,
     GATE_FAILURES,
     MAX_DECISION_BYTES,
@@ -130,9 +131,23 @@ class DecisionLog:
         return stored or decision in self.decisions  # A repeated create may find its own object.
 
     def rejected(self) -> frozenset[int]:
-        """Returns the versions that were rolled back: they are no candidates again."""
-        gone = (d.candidate for d in self.decisions if d.verdict == "rollback")
-        return frozenset(one.version for one in gone if one is not None)
+        """Returns the versions that were rolled back: they are no candidates again. A return to the
+        hold-back version takes back all versions since."""
+        found: set[int] = set()
+        for one in self.decisions:
+            if one.verdict == "rollback" and one.candidate is not None:
+                found.add(one.candidate.version)
+            if DECAYED in one.evidence and one.candidate is not None:
+                between = one.serving.version, one.candidate.version
+                served = (d.serving.version for d in self.decisions if d.number < one.number)
+                found |= {v for v in served if between[0] < v <= between[1]}
+        return frozenset(found)
+
+    def decayed_until(self) -> int:
+        """Returns the newest version that served when users were returned to a hold-back version;
+        -1 if they never were. Versions up to it are no candidates again."""
+        gone = (d.candidate for d in self.decisions if DECAYED in d.evidence)
+        return max((one.version for one in gone if one is not None), default=-1)
 
     def before_serving(self) -> Decision | None:
         """Returns the newest decision by which a version with other weights served than now."""

@@ -54,6 +54,8 @@ CONFIRM_WITHIN_S = 2.0
 CONFIRM_EVERY_S = 0.01
 """Answers that end within this time of each other share one call."""
 MAX_LEDGER = 1024
+LEAST_WITH_HOLD_BACK = 3
+"""So many replicas can hold the serving version, a candidate and a hold-back version."""
 
 
 @dataclass(frozen=True)
@@ -183,15 +185,22 @@ class ReplicaSet:
         member.wake.set()
 
     async def aim(
-        self, serving: TargetVersion, candidate: TargetVersion | None, share: float
+        self,
+        serving: TargetVersion,
+        candidate: TargetVersion | None,
+        share: float,
+        *,
+        hold_back: TargetVersion | None = None,
+        hold_back_share: float = 0.0,
     ) -> None:
         """Moves replicas to the version that serves, and the ``share`` of them to the candidate: at
-        least one, unless there is one replica only, and the same ones as the share grows. From then
-        on `hot_load` is refused.
+        least one, unless there is one replica only, and the same ones as the share grows. Of three
+        replicas and more, the ``hold_back_share`` keep the hold-back version, at least one. From
+        then on `hot_load` is refused.
 
         Raises `CorruptError` if a version's manifest does not have the digest that is wanted.
         """
-        for wanted in (serving, candidate):
+        for wanted in (serving, candidate, hold_back):
             if wanted is None:
                 continue
             digest = await asyncio.to_thread(self._digest_of, wanted.version)
@@ -204,11 +213,15 @@ class ReplicaSet:
                 )
         self.aimed, self.wanted = True, serving
         ranked = sorted(self._members, key=lambda m: blake3(m.replica.name.encode()).digest())
-        count = 0
+        count = held = 0
+        if hold_back is not None and len(ranked) >= LEAST_WITH_HOLD_BACK:
+            held = min(max(round(hold_back_share * len(ranked)), 1), len(ranked) - 2)
         if candidate is not None and share:
-            count = min(max(round(share * len(ranked)), 1), len(ranked) - 1)
+            count = min(max(round(share * len(ranked)), 1), len(ranked) - held - 1)
         for place, member in enumerate(ranked):
             chosen = candidate if candidate is not None and place < count else serving
+            if hold_back is not None and place >= len(ranked) - held:
+                chosen = hold_back
             self._want(member, chosen)
 
     def serves(self, version: int) -> bool:

@@ -66,6 +66,9 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     task: Annotated[str, Meta(max_length=256)] = ""
     arm: Arm
     propensity: Annotated[float, Meta(gt=0, le=1)]
+    kept: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    """The share of users who keep the hold-back version, if this user is compared with them or is
+    one of them."""
     at: float
     receipt: str
     model: Annotated[str, Meta(max_length=256)] = ""

@@ -27,6 +27,8 @@ from deltawire.wire.run import Identity
 MAX_DECISION_BYTES = 1 << 16
 CANDIDATE = "candidate"
 """The arm of users that a canary is shown to."""
+HOLD_BACK = "hold_back"
+"""The arm of users who keep the hold-back version."""
 
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Verdict = Literal["serve", "gate", "shadow", "canary", "hold", "promote", "rollback"]
@@ -57,6 +59,9 @@ class Decision(
     candidate, with share 0. ``previous`` is the BLAKE3 hash of the object of the valid decision
     before, so that no decision can be taken out of the series unnoticed; empty for the first one,
     and for those of releases that wrote none.
+
+    The ``hold_back_share`` of all users keeps the version ``hold_back``, in place of the serving
+    version and of any candidate. They are drawn again for each version that serves.
     """
 
     number: Index
@@ -74,6 +79,16 @@ class Decision(
     reason: Annotated[str, Meta(max_length=1024)] = ""
     evidence: Annotated[dict[str, float], Meta(max_length=256)] = {}
     previous: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
+    hold_back: ServedVersion | None = None
+    hold_back_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+
+    @property
+    def held_back(self) -> ServedVersion | None:
+        """The version that some users keep, if it has other weights than the one that serves."""
+        held = self.hold_back
+        if held is None or not self.hold_back_share or held.digest == self.serving.digest:
+            return None
+        return held
 
     @property
     def gives_way(self) -> bool:
@@ -94,6 +109,8 @@ MARGIN_SPENT = "margin_spent"
 FORGETS = "forgets_versions"
 """The figure of a rollback that rebuilds a run without a user's answers: how many versions had been
 trained on them. Learners then train again on the other answers of the withdrawn versions."""
+DECAYED = "decayed"
+"""The figure of a rollback to the hold-back version: users of the versions since were worse off."""
 RESTORE_RECORD = "deltawire.restore"
 """The member of a manifest's metadata that holds a `RestoreRecord`."""
 
@@ -144,11 +161,19 @@ class RestoreRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class Assignment(NamedTuple):
-    """A user's arm, the probability of that assignment, and the version; None for any version."""
+    """A user's arm, the probability of that assignment, and the version; None for any version.
+
+    ``kept`` is the share of users who keep the hold-back version, if this user is compared with
+    them or is one of them; 0 for all others. Among users of the hold-back version, those whom the
+    canary would have assigned to its candidate are not compared, so that the two groups differ in
+    nothing but the first draw. The ``propensity`` of the other arms is among those who do not keep
+    it.
+    """
 
     arm: str
     propensity: float
     version: int | None
+    kept: float = 0.0
 
 
 def fault_after(before: Decision | None, decision: Decision) -> str:
@@ -156,6 +181,8 @@ def fault_after(before: Decision | None, decision: Decision) -> str:
     verdict, candidate = decision.verdict, decision.candidate
     if decision.copies and (verdict not in ("shadow", "hold") or decision.share):
         return "copies of requests outside a shadow"
+    if decision.hold_back_share and decision.hold_back is None:
+        return "a share of users without a hold-back version"
     if before is None:
         return "" if verdict == "serve" else f"a series that begins with {verdict}"
     if verdict == "serve":
@@ -206,9 +233,21 @@ def assign(decision: Decision | None, user: Pseudonym) -> Assignment:
     """Returns the arm of a user; one without a pseudonym stays on the serving version."""
     if decision is None:
         return Assignment(SERVING, 1.0, None)
-    if decision.candidate is None or not decision.share or not user:
-        return Assignment(SERVING, 1.0, decision.serving.version)
-    digest = blake3(f"{decision.salt}\0{user}".encode()).digest(8)
-    if int.from_bytes(digest, "big") < decision.share * 2.0**64:
-        return Assignment(CANDIDATE, decision.share, decision.candidate.version)
-    return Assignment(SERVING, 1.0 - decision.share, decision.serving.version)
+    serving, candidate = decision.serving, decision.candidate
+    if not user:
+        return Assignment(SERVING, 1.0, serving.version)
+    share = decision.share if candidate is not None else 0.0
+    shown = _is_drawn(decision.salt, user, share)
+    kept = 0.0
+    if (held := decision.held_back) is not None:
+        kept = decision.hold_back_share
+        if _is_drawn(f"hold-back {serving.version}-{serving.digest}", user, kept):
+            return Assignment(HOLD_BACK, kept, held.version, 0.0 if shown else kept)
+    if candidate is not None and shown:
+        return Assignment(CANDIDATE, share, candidate.version)
+    return Assignment(SERVING, 1.0 - share, serving.version, kept)
+
+
+def _is_drawn(salt: str, user: Pseudonym, share: float) -> bool:
+    digest = blake3(f"{salt}\0{user}".encode()).digest(8)
+    return int.from_bytes(digest, "big") < share * 2.0**64

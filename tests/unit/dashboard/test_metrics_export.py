@@ -51,6 +51,7 @@ STATUS = RunStatus(
         reason="",
         decisions={"canary": 1},
         void=0,
+        hold_back_difference=-0.02,
     ),
     bucket="memory://",
     at=0.0,

@@ -158,5 +158,5 @@ def test_a_user_keeps_its_arm_as_the_share_grows():
         for one in found:
             assert one.propensity == pytest.approx(share if one.version == 5 else 1 - share)
         before = chosen
-    assert assign(decision(1.0), "") == ("serving", 1.0, 4)
-    assert assign(None, users[0]) == ("serving", 1.0, None)
+    assert assign(decision(1.0), "") == ("serving", 1.0, 4, 0.0)
+    assert assign(None, users[0]) == ("serving", 1.0, None, 0.0)

@@ -39,8 +39,10 @@ class ServedRequest:
 
     @property
     def judged(self) -> bool:
-        """The answer is an outcome of a canary, stored or not."""
-        return self.known and bool(self.user) and self.assignment.propensity < 1
+        """The answer is an outcome of a canary, or is compared with those of the hold-back version,
+        stored or not."""
+        drawn = self.assignment.propensity < 1 or self.assignment.kept > 0
+        return self.known and bool(self.user) and drawn
 
 
 def capture_row(
@@ -63,6 +65,7 @@ def capture_row(
         task=served.task,
         arm=receipt.arm,
         propensity=receipt.propensity,
+        kept=served.assignment.kept or None,
         at=receipt.at,
         receipt=sealed,
         model=reader.model,
@@ -109,6 +112,7 @@ def judged_row(
         user=receipt.user,
         arm=receipt.arm,
         propensity=receipt.propensity,
+        kept=served.assignment.kept or None,
         at=receipt.at,
         receipt="",
         finish=finish,

@@ -266,7 +266,7 @@ class _LiveExchange:
         if served.judged and not self._has_row:
             waited_s = self._first_s or time.monotonic() - self._began
             self._recorder.ended(served, TIMED_OUT, "no end when its outcome was due", waited_s)
-            assignment = served.assignment._replace(propensity=1.0)
+            assignment = served.assignment._replace(propensity=1.0, kept=0.0)
             self._served = replace(served, assignment=assignment)
 
     async def __call__(

@@ -16,11 +16,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
+import msgspec
+
 from deltawire.errors import DeltawireError, RetryError
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.serving.replica_set import ReplicaSet, TargetVersion
 from deltawire.wire.decisions import Assignment, Decision, ServedVersion, assign
-from deltawire.wire.receipts import SERVING
 
 POLL_EVERY_S = 1.0
 MAX_CONVERSATIONS = 20_000
@@ -32,7 +33,8 @@ class ArmRouter:
     """The arms of one gateway.
 
     Users are assigned at random only while replicas hold both versions; otherwise all of them stay
-    on the serving arm with propensity 1, which no test counts. A conversation keeps its arm while
+    on the serving arm with propensity 1, which no test counts. So it is with the hold-back version,
+    which needs a third replica. A conversation keeps its arm while
     that arm's version may be served. ``decision`` is the one that replicas were aimed by, and
     ``on_decision`` gets each one after that.
 
@@ -78,8 +80,15 @@ class ArmRouter:
             return
         candidate = newest.candidate if newest.share or newest.copies else None
         shown = None if candidate is None else _target(candidate)
+        held = None if newest.held_back is None else _target(newest.held_back)
         # Copies of requests need one replica.
-        await self._replicas.aim(_target(newest.serving), shown, newest.share or LEAST_SHARE)
+        await self._replicas.aim(
+            _target(newest.serving),
+            shown,
+            newest.share or LEAST_SHARE,
+            hold_back=held,
+            hold_back_share=newest.hold_back_share,
+        )
         self.decision, self.fault = newest, ""
         self._on_decision(newest)
 
@@ -96,15 +105,19 @@ class ArmRouter:
         decision = self.decision
         if decision is None:
             return assign(None, user)
+        held = decision.held_back
+        if held is not None and not self._replicas.serves(held.version):
+            decision = msgspec.structs.replace(decision, hold_back=None, hold_back_share=0.0)
         if decision.candidate is None or not decision.share:
-            return Assignment(SERVING, 1.0, decision.serving.version)
+            return assign(decision, user)
         kept = self._kept.get(conversation)
         chosen = kept[1] if kept is not None and kept[0] == decision.salt else None
         versions = decision.serving.version, decision.candidate.version
         if chosen is None:
-            chosen = Assignment(SERVING, 1.0, versions[0])
-            if all(self._replicas.serves(version) for version in versions):
-                chosen = assign(decision, user)
+            shown = all(self._replicas.serves(version) for version in versions)
+            if not shown:
+                decision = msgspec.structs.replace(decision, candidate=None, share=0.0)
+            chosen = assign(decision, user)
             self._keep(conversation, decision.salt, chosen)
         return chosen
 

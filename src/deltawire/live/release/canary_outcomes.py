@@ -79,9 +79,14 @@ class CanaryRecords(LiveRecords):
             return False
         if isinstance(row, Capture):
             decision = self._decision
-            if decision is None or self._rules.assigned(row, decision) is None:
+            if decision is None or self.share_of(row, decision) is None:
                 return False
         return super()._add(row)
+
+    def share_of(self, answer: Capture, decision: Decision) -> float | None:
+        """Returns the candidate's share when an answer was assigned to its arm at random; None for
+        an answer that is not compared."""
+        return self._rules.assigned(answer, decision)
 
     def settle(self, answer: Capture) -> list[Feedback]:
         """Forgets an answer; returns the reports about it."""
@@ -107,6 +112,8 @@ class CanaryOutcomes:
         outcomes.poll(log, time.time())
     """
 
+    kind: type[CanaryRecords] = CanaryRecords
+
     def __init__(self, bucket: Bucket, live: LiveConfig) -> None:
         self._rules = OutcomeRules(live)
         self._release = live.release
@@ -114,7 +121,7 @@ class CanaryOutcomes:
         by_user = live.release.unit == "user"
         self._horizon_s = live.release.horizon_s if by_user else 0.0
         self._settles_s = self._horizon_s + live.release.outcome_after_s
-        self.records = CanaryRecords(bucket, self._rules)
+        self.records = self.kind(bucket, self._rules)
         self._canary: tuple[object, ...] = ()
         self._tests = CanaryTests(live.release)
         self._users: Counter[str] = Counter()
@@ -133,20 +140,30 @@ class CanaryOutcomes:
         since, decision = log.canary_since(), log.newest
         if since is None or decision is None:
             return None
-        canary = decision.salt, decision.candidate, decision.serving
-        if canary != self._canary:
-            self.records.follow(decision, since=since)
-            self._rules.reported.clear()
-            self._rules.clipped.clear()
-            self._canary = canary
+        if self.follow((decision.salt, decision.candidate, decision.serving), decision, since):
             release = with_lineage_margin(log, self._release)
             self._tests = CanaryTests(release, _heldout(log, decision))
-            self._users, self._asked_until, self.late = Counter(), float("-inf"), 0
+        self._tests.add(self.settled(decision, now))
+        return self._tests.evidence()
+
+    def follow(self, canary: tuple[object, ...], decision: Decision, since: float) -> bool:
+        """Begins to read the outcomes of a comparison; returns False if they are read already."""
+        if canary == self._canary:
+            return False
+        self.records.follow(decision, since=since)
+        self._rules.reported.clear()
+        self._rules.clipped.clear()
+        self._canary = canary
+        self._users, self._asked_until, self.late = Counter(), float("-inf"), 0
+        return True
+
+    def settled(self, decision: Decision, now: float) -> list[SettledAnswer]:
+        """Reads what is new, and returns the outcomes that have settled since the last call."""
         complete = complete_until(self._bucket, now)  # Before rows are read: they may be newer.
         self.records.poll()
-        self._tests.add(self._settled(decision, complete))
+        found = self._settled(decision, complete)
         self.records.expire(complete - self._settles_s - LATE_S)
-        return self._tests.evidence()
+        return found
 
     def _settled(self, decision: Decision, complete: float) -> list[SettledAnswer]:
         """Takes the units that have settled since the last call, in the order in which they
@@ -175,7 +192,7 @@ class CanaryOutcomes:
     def _outcome(self, answers: list[Capture], decision: Decision) -> SettledAnswer | None:
         """Forgets the answers of a unit, the earliest first, and returns its outcome; None if its
         user has settled before."""
-        begun, share = answers[0], self._rules.assigned(answers[0], decision)
+        begun, share = answers[0], self.records.share_of(answers[0], decision)
         about = [(one, self.records.settle(one)) for one in answers]
         place = self._users[begun.user]
         self._users[begun.user] += 1
@@ -186,7 +203,7 @@ class CanaryOutcomes:
             for one, reports in about
             # A later stage assigns users again, and not those of both arms alike.
             if one.asked_at <= begun.asked_at + self._horizon_s
-            and self._rules.assigned(one, decision) == share
+            and self.records.share_of(one, decision) == share
         ]
         values = self._rules.outcome(counted, decision)
         return SettledAnswer(begun.asked_at, begun.arm, share, not place, values)

@@ -23,11 +23,13 @@ import msgspec
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
 from deltawire.live.release.evidence import CanaryTests, Evidence
+from deltawire.live.release.hold_back import HoldBackEvidence, with_hold_back
 from deltawire.live.release.lineage import with_lineage_margin
 from deltawire.live.release.paired_gate import Scores, compare_sets
 from deltawire.live.release.shadow_evidence import ShadowEvidence, shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.wire.decisions import (
+    DECAYED,
     ENDED,
     GATE_FAILURES,
     MARGIN_SPENT,
@@ -50,7 +52,8 @@ END_AFTER = 2
 class Situation:
     """The facts that a decision follows from: the ``newest`` version and the one of
     `next_candidate`, with the digests of their manifests, held-out ``scores``, the ``evidence`` of
-    the canary or of the ``shadow`` that is under way, the off-policy ``estimate`` of the undecided
+    the canary or of the ``shadow`` that is under way, and of the ``hold_back`` version, the
+    off-policy ``estimate`` of the undecided
     candidate, the version in which the trainer ``restored`` the one that serves since a rollback,
     the ``generation`` of the deployment's secret that is in use, and the time in seconds since
     1970."""
@@ -60,6 +63,7 @@ class Situation:
     restored: ServedVersion | None = None
     scores: Scores = field(default_factory=dict)
     evidence: Evidence | None = None
+    hold_back: HoldBackEvidence | None = None
     shadow: ShadowEvidence | None = None
     estimate: Mapping[str, float] = field(default_factory=dict)
     generation: int = 0
@@ -76,16 +80,17 @@ def next_candidate(
     decision = log.newest
     if decision is None or (decision.verdict in UNDECIDED and not decision.gives_way):
         return None
-    after = decision.serving if decision.candidate is None else decision.candidate
-    if decision.verdict not in UNDECIDED:
-        after = decision.serving
+    after = decision.serving.version
+    if decision.verdict in UNDECIDED and decision.candidate is not None:
+        after = decision.candidate.version
+    after = max(after, log.decayed_until())
     if now < max(decision.at + release.every_s, log.paused_until()):
         return None
     known = {version for version, score in scores.items() if release.gate.keys() <= score.keys()}
     versions = known if release.gate else {newest}
     rejected = log.rejected()
     return max(
-        (v for v in versions if after.version < v <= newest and v not in rejected),
+        (v for v in versions if after < v <= newest and v not in rejected),
         default=None,
     )
 
@@ -95,14 +100,34 @@ def decide_next(
 ) -> Decision | None:
     """Returns the decision that follows from the situation; None if nothing changes. It records the
     estimate next to what users showed, and does not depend on it."""
-    decision = _next(log, with_lineage_margin(log, release), situation, by=by)
+    decision = _after_decay(log, situation, by=by)
+    if decision is None:
+        decision = _next(log, with_lineage_margin(log, release), situation, by=by)
     before = log.newest
+    if decision is not None:
+        decision = with_hold_back(log, release, decision, situation.hold_back)
     if decision is None or before is None or before.verdict not in UNDECIDED:
         return decision
     if decision.verdict == "gate":
         return decision
     evidence = {**situation.estimate, **decision.evidence}
     return msgspec.structs.replace(decision, evidence=evidence)
+
+
+def _after_decay(log: DecisionLog, situation: Situation, *, by: str) -> Decision | None:
+    """Return all users to the hold-back version if the versions since are shown to be worse."""
+    before, found = log.newest, situation.hold_back
+    if before is None or found is None or not found.worse or before.waits_for == "person":
+        return None
+    make = _Maker(log, situation.now, by, situation.generation)
+    reason = (
+        f"versions since {found.held.version} add up to a loss: {', '.join(found.worse)}; metric "
+        f"{found.difference:+.3f} against the hold-back version, {found.low:+.3f} to "
+        f"{found.high:+.3f}"
+    )
+    return make.decision(
+        "rollback", found.held, before.serving, reason=reason, evidence={DECAYED: 1.0}
+    )
 
 
 def _next(
@@ -160,6 +185,10 @@ class _Maker:
         reason: str,
         **more: object,
     ) -> Decision:
+        before = self.log.newest
+        if before is not None and verdict != "promote":  # A person's choice ends the comparison.
+            more["hold_back"] = before.hold_back
+            more["hold_back_share"] = before.hold_back_share
         return Decision(
             number=self.log.next_number,
             run=self.log.run,

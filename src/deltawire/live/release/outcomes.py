@@ -18,7 +18,7 @@ from deltawire.errors import InputError
 from deltawire.live.capture.guardrails import OF_EVERY_ANSWER, SILENT, AnswerFacts, touches
 from deltawire.live.learning.rewards import TERMS, OwnReward, RewardRules, values_of
 from deltawire.wire.captures import ENDED_EARLY, NOT_STORED, Capture, Feedback
-from deltawire.wire.decisions import CANDIDATE, Decision
+from deltawire.wire.decisions import CANDIDATE, HOLD_BACK, Decision
 from deltawire.wire.receipts import SERVING
 
 METRIC = "metric"
@@ -216,6 +216,7 @@ class OutcomeRules:
 def drawn_by_its_arm(answer: Capture, decision: Decision) -> bool:
     """Returns whether the version of its arm drew some of an answer, as far as versions are stated:
     where it does not, another replica answered for one that could not."""
-    arm = decision.candidate if answer.arm == CANDIDATE else decision.serving
+    arms = {CANDIDATE: decision.candidate, HOLD_BACK: decision.hold_back}
+    arm = arms.get(answer.arm, decision.serving)
     drawn = {version for version, _ in answer.spans}
     return not drawn or (arm is not None and arm.version in drawn)

@@ -38,7 +38,7 @@ class RollbackWatch:
     """The decisions about a run, as its trainer sees them.
 
     ``checkpoints`` is how many states the trainer keeps anyway. States at or before the serving
-    version and the candidate are kept on top, so that both can be restored.
+    version, the candidate and the hold-back version are kept on top, so that each can be restored.
 
     Example::
 
@@ -57,13 +57,15 @@ class RollbackWatch:
 
     @property
     def oldest_served(self) -> int | None:
-        """The oldest version that the newest decision or a rollback of its candidate serves; None
-        without decisions."""
+        """The oldest version that the newest decision or a rollback after it serves; None without
+        decisions."""
         newest = self._log.newest
         if newest is None:
             return None
         earlier = self._log.before_serving()
         versions = [newest.serving.version, *([earlier.serving.version] if earlier else [])]
+        if newest.hold_back is not None:
+            versions.append(newest.hold_back.version)
         return min(versions)
 
     def poll(self, *, version: int) -> Decision | None:
@@ -145,7 +147,9 @@ class RollbackWatch:
         if listed_twice(self._bucket, keys.LIVE_DECISIONS, after=last):
             return  # There are newer ones, which may need other states: the next poll reads them.
         stored = sorted({v for _ in range(2) for v in checkpoint_versions(self._bucket)})
-        named = [newest.serving, *([newest.candidate] if newest.candidate else [])]
+        named = [
+            one for one in (newest.serving, newest.candidate, newest.hold_back) if one is not None
+        ]
         wanted = {
             max((one for one in stored if one <= served.version), default=None) for served in named
         }

@@ -148,7 +148,7 @@ async def test_a_conversation_keeps_its_arm_as_the_share_grows():
         fresh = [router.assignment(f"u{n}", f"new{n}") for n in range(200)]
         assert all(fresh[n].arm == CANDIDATE for n in before if before[n].arm == CANDIDATE)
         assert sum(one.arm == CANDIDATE for one in fresh) > 115
-        assert router.assignment("", "nobody") == (SERVING, 1.0, 0)
+        assert router.assignment("", "nobody") == (SERVING, 1.0, 0, 0.0)
 
 
 @in_loop
