@@ -2,7 +2,8 @@
 
 Each run has `VERSIONS` versions, which the gate of `deltawire.live.release` compares with the
 serving version one after another on `PROBLEMS` held-out problems, whose difficulties differ. A
-candidate that passes serves, and keeps the results that it was measured with, lucky or not; one
+candidate that passes serves, and keeps the results that it was measured with, lucky or not, or with
+``again`` those of a second measurement (`live.release.measure_again`, in the details); one
 that is rolled back takes the trainer back to the serving version; one that is held gives way to the
 next version, which is trained from it. With 1 and with 4 sampled answers to each problem; the worse
 counts.
@@ -60,7 +61,13 @@ def _gate(mine: SetScore, theirs: SetScore) -> SetFinding:
 
 
 def gated_runs(
-    samples: int, step: float, *, seed: int, by_problem: bool = True, runs: int = RUNS
+    samples: int,
+    step: float,
+    *,
+    seed: int,
+    by_problem: bool = True,
+    again: bool = False,
+    runs: int = RUNS,
 ) -> GatedRuns:
     """Returns what became of ``runs`` runs whose versions improve by ``step`` logits each."""
     rng = np.random.default_rng(seed)
@@ -80,6 +87,8 @@ def gated_runs(
                 held += 1
             else:
                 serving, kept = trained, score
+                if again:
+                    kept = _measured(rng, difficulties + serving, samples, by_problem)
         progress.append(serving)
     versions = runs * VERSIONS
     return GatedRuns(rolled_back / versions, held / versions, math.fsum(progress) / runs)
@@ -112,6 +121,16 @@ def measure(options: Options) -> Measured:
                 "progress_kept": better.progress / (STEP * VERSIONS),
                 "held_better": better.held,
             }
+    for samples in SAMPLES:
+        seed = options.seed + 200 + 10 * samples
+        equal = gated_runs(samples, 0.0, seed=seed, again=True)
+        better = gated_runs(samples, STEP, seed=seed + 1, again=True)
+        rates[f"measured again, {samples} samples"] = {
+            "rollback_equal": equal.rolled_back,
+            "held_equal": equal.held,
+            "progress_kept": better.progress / (STEP * VERSIONS),
+            "held_better": better.held,
+        }
     for samples in SAMPLES:
         rates[f"paired, {samples} samples"]["drop_found"] = drop_found(samples, seed=options.seed)
     paired = [rates[f"paired, {samples} samples"] for samples in SAMPLES]

@@ -250,7 +250,8 @@ class HeldoutScore(msgspec.Struct, frozen=True, kw_only=True):
     """Results on a set of ``problems`` held-out problems: the share correct of ``samples`` answers
     each at the rollout's temperature, and of one greedy answer each; and the mean reward of the
     sampled ones. ``correct`` is the share correct of each problem's sampled answers, in the order
-    of the set, -1 where all of them failed; it may end before the set does."""
+    of the set, -1 where all of them failed; it may end before the set does. ``again`` is that of a
+    second measurement, by which the version is compared once it serves."""
 
     accuracy: float
     greedy: float
@@ -258,13 +259,14 @@ class HeldoutScore(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     problems: int
     correct: CorrectShares = []
+    again: CorrectShares = []
 
 
 class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     """Held-out accuracy of one version over ``problems`` problems: the share correct of
     ``samples`` answers each at the rollout's temperature, and of one greedy answer each; and the
-    mean ``reward`` of the sampled ones. ``correct`` and ``sets`` are as in `HeldoutScore`, for each
-    named set."""
+    mean ``reward`` of the sampled ones. ``correct``, ``again`` and ``sets`` are as in
+    `HeldoutScore`, for each named set."""
 
     written_by: ClassVar[frozenset[Role]] = frozenset({"evaluator"})
     at: float
@@ -276,6 +278,7 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     seconds: float
     reward: float | None = None
     correct: CorrectShares = []
+    again: CorrectShares = []
     sets: dict[str, HeldoutScore] = {}
     budgets: list[BudgetScore] = []
     """The curve of accuracy over budgets, the smallest first; empty if it is not measured."""

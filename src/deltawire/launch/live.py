@@ -220,8 +220,11 @@ class Releaser:
             return {}
         scores: dict[int, Mapping[str, SetScore]] = {
             e.version: {
-                "accuracy": SetScore(e.accuracy, tuple(e.correct)),
-                **{name: SetScore(s.accuracy, tuple(s.correct)) for name, s in e.sets.items()},
+                "accuracy": SetScore(e.accuracy, tuple(e.correct), tuple(e.again)),
+                **{
+                    name: SetScore(s.accuracy, tuple(s.correct), tuple(s.again))
+                    for name, s in e.sets.items()
+                },
             }
             for e in self._evaluated()
         }

@@ -33,7 +33,8 @@ Array = NDArray[np.float64]
 @dataclass(frozen=True)
 class SetScore:
     """The accuracy of a version on a held-out set, and the share ``correct`` of its answers to each
-    problem, -1 where all of them failed; empty where it is not known.
+    problem, -1 where all of them failed; empty where it is not known. ``again`` is that of a second
+    measurement, by which it is compared once it serves: what let it pass was partly luck.
 
     Example::
 
@@ -42,6 +43,7 @@ class SetScore:
 
     accuracy: float
     correct: tuple[float, ...] = ()
+    again: tuple[float, ...] = ()
 
 
 Scores = Mapping[int, Mapping[str, SetScore]]
@@ -98,7 +100,7 @@ def compare_sets(
 def _compared(
     name: str, mine: SetScore, theirs: SetScore, margin: float, threshold: float
 ) -> SetFinding:
-    one, other = _paired(mine.correct, theirs.correct)
+    one, other = _paired(mine.correct, theirs.again or theirs.correct)
     if not len(one):
         return SetFinding(name, mine.accuracy, theirs.accuracy, margin, 0, 0.0, threshold)
     test = ArmDifference(tolerance=0.0, sign=-1)

@@ -51,7 +51,8 @@ async def measure(
 
     ``progress`` is called after every engine step. Episodes that fail count neither as correct nor
     as wrong; raises `InputError` if all of them fail. The results of the first ``most_results``
-    problems are kept one by one.
+    problems are kept one by one, and with `live.release.measure_again` those of as many answers
+    more.
     """
     rollout, samples = config.rollout, config.evaluate.samples
     limits = EpisodeLimits.of(rollout)
@@ -75,6 +76,7 @@ async def measure(
 
     played = await solve(rollout.temperature, samples)
     sampled = [episode for episode in played if not episode.cause]
+    second = await solve(rollout.temperature, samples) if again_of(config) else []
     greedy = [episode for episode in await solve(0.0, 1) if not episode.cause]
     return HeldoutScore(
         accuracy=fmean(episode.solved for episode in sampled),
@@ -83,7 +85,13 @@ async def measure(
         samples=samples,
         problems=len(problems),
         correct=shares_correct(played, samples)[:most_results],
+        again=shares_correct(second, samples)[:most_results],
     )
+
+
+def again_of(config: RunConfig) -> bool:
+    """Returns whether versions are measured a second time."""
+    return config.live.release.measure_again and bool(config.live.release.gate)
 
 
 async def measure_all(
@@ -93,7 +101,7 @@ async def measure_all(
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[HeldoutScore, dict[str, HeldoutScore]]:
     """Measures the run's own held-out problems, and each named set."""
-    most = MOST_RESULTS // (1 + len(sets))
+    most = MOST_RESULTS // ((1 + len(sets)) * (1 + again_of(config)))
     whole = await measure(served, config, progress, most_results=most)
     return whole, {
         name: await measure(served, config, progress, tasks=tasks, most_results=most)
@@ -288,6 +296,7 @@ class _HeldoutFollower:
                 seconds=ended - began,
                 reward=whole.reward,
                 correct=whole.correct,
+                again=whole.again,
                 sets=named,
                 budgets=curve,
                 area=area_of(curve),

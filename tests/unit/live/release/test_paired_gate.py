@@ -103,3 +103,17 @@ def test_shares_of_each_problem_come_in_the_order_of_the_set():
 
     episodes = [Played(1.0), Played(0.0), Played(0.0, "x"), Played(1.0), *[Played(1.0, "x")] * 2]
     assert shares_correct(episodes, 2) == [0.5, 1.0, -1.0]
+
+
+def test_a_version_that_serves_is_compared_by_its_second_measurement():
+    theirs = [1.0, 0.0] * 50
+    lucky = SetScore(0.9, tuple([1.0] * 80 + theirs[80:]), again=tuple(theirs))
+    assert not finding(score(theirs), lucky).below
+    assert finding(score(theirs), SetScore(0.9, lucky.correct)).below, "without it"
+    assert finding(lucky, score(theirs)).candidate == 0.9, "a candidate has its first one"
+
+
+def test_fewer_equal_versions_are_held_with_a_second_measurement():
+    once, twice = (gated_runs(1, 0.0, seed=1, runs=40, again=again) for again in (False, True))
+    assert twice.held < once.held - 0.1
+    assert twice.rolled_back <= 0.02
