@@ -219,7 +219,18 @@ def _add_live(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         repeated="rounds of each measurement, and seeds of satisfaction_gain to measure now",
     )
     parser.add_argument(
-        "--out", default="runs/bench-live", help="the folder of measured seeds (%(default)s)"
+        "--out",
+        default="runs/bench-live",
+        help="the folder of measured seeds and worlds, which are not measured again (%(default)s)",
+    )
+    parser.add_argument(
+        "--canaries",
+        type=int,
+        default=2000,
+        help="simulated canaries of each kind in each world (%(default)s: hours in all)",
+    )
+    parser.add_argument(
+        "--worlds", default="all", help="all, or worlds of simulated canaries: seasons,bursts"
     )
 
 

@@ -12,8 +12,9 @@ level of all users does while outcomes arrive.
   The median of the outcomes until it is rolled back, over those that a one-sided test of a fixed
   number needs for an error rate of 0.05 and a power of 0.95.
 
-The first three are 95 % bounds of the worst world: the rate is shown to be no better than that.
-``false_promotion`` is simulated without guardrails, which can only lower it.
+The first three are of ``--canaries`` of each kind in each of ``--worlds``, and each world that is
+done is kept in ``--out``. They are 95 % bounds of the worst world: the rate is shown to be no
+better than that. ``false_promotion`` is simulated without guardrails, which can only lower it.
 
 - ``voters_promote``: the candidate is worse by `VOTED`, and `VOTERS` of the users vote for the arm
   that they guess theirs to be, for the candidate. Arms are hidden, so a guess is right half of the
@@ -26,8 +27,12 @@ order in which answers end, where both must fail.
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -36,6 +41,7 @@ from numpy.typing import NDArray
 
 from benchmarks.training.keys import Measured, Options
 from deltawire.config.release import ReleaseConfig
+from deltawire.errors import InputError
 from deltawire.live.release.evidence import error_budget, planned_answers
 from deltawire.live.release.sequential_tests import ArrivalDifference, log_threshold
 
@@ -263,14 +269,43 @@ def rates_of(
     }
 
 
+def chosen_worlds(wanted: str) -> list[str]:
+    """Returns the worlds that ``wanted`` names: ``all``, or names with commas between them."""
+    if wanted == "all":
+        return list(WORLDS)
+    names = wanted.split(",")
+    if unknown := [name for name in names if name not in WORLDS]:
+        raise InputError(
+            f"--worlds: there is no {unknown[0][:64]!r}", hint=f"known: all, {', '.join(WORLDS)}"
+        )
+    return names
+
+
+def kept_rates(world: str, release: ReleaseConfig, options: Options) -> dict[str, float]:
+    """Returns the bounds of a world, which are measured once and then read from ``options.out``."""
+    seed = options.seed + 10 * list(WORLDS).index(world)
+    path = Path(options.out) / f"canaries-{world}-{options.canaries}-{seed}.json"
+    if options.out and path.is_file():
+        found: dict[str, float] = json.loads(path.read_text())
+        return found
+    began = time.process_time()
+    found = rates_of(world, release, seed=seed, canaries=options.canaries)
+    seconds = time.process_time() - began
+    words = f"{world}: {seconds:.0f} s of processor time"
+    print(words, file=sys.stderr, flush=True)  # noqa: T201
+    if options.out:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found))
+    return found
+
+
 def measure(options: Options) -> Measured:
-    """Measures the keys in all worlds."""
+    """Measures the keys in the chosen worlds."""
+    if options.canaries < 1:
+        raise InputError("--canaries must be at least 1")
     release, seed = ReleaseConfig(), options.seed
     single = ReleaseConfig(stages=[0.5])
-    rates = {
-        world: rates_of(world, release, seed=seed + 10 * place)
-        for place, world in enumerate(WORLDS)
-    }
+    rates = {world: kept_rates(world, release, options) for world in chosen_worlds(options.worlds)}
     by_end = rates_of(SLOW_ARM, release, seed=seed + 500, order="end", canaries=200)
     voted = {
         f"{guess:g}": bound(
@@ -286,7 +321,7 @@ def measure(options: Options) -> Measured:
     drop = simulate(single, -EFFECT, seed=seed + 3, canaries=FEW, count=10_000)
     found = float(np.median(np.where(drop.rolled_back, drop.outcomes, np.inf)))
     details: dict[str, Any] = {
-        "canaries": CANARIES,
+        "canaries": options.canaries,
         "planned_outcomes": planned_answers(release, effect=EFFECT, rate=RATE),
         "worlds": rates,
         "worst": {

@@ -87,6 +87,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     cases: int = 8
     real: bool = False
     out: str = ""
+    canaries: int = 2000
+    worlds: str = "all"
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Options:

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from benchmarks.live.canary import WORLDS, simulate
+from benchmarks.live.canary import WORLDS, chosen_worlds, kept_rates, simulate
+from benchmarks.training.keys import Options
 from deltawire.config.release import ReleaseConfig
+from deltawire.errors import InputError
 from deltawire.live.release.sequential_tests import log_evidence_path, log_threshold
 
 RELEASE = ReleaseConfig(stages=[0.1, 0.5], guardrails={})
@@ -56,3 +58,14 @@ def test_pairing_outcomes_by_rank_breaks_them():
         paired = drawn[mine][:count] - theirs[: 9 * count].reshape(count, 9).mean(axis=1)
         rejected += log_evidence_path(paired, tolerance=0.0, sign=-1).max() >= log_threshold(0.05)
     assert rejected > MOST
+
+
+def test_worlds_are_chosen_by_name_and_a_world_that_is_done_is_read(tmp_path):
+    assert chosen_worlds("all") == list(WORLDS)
+    assert chosen_worlds("bursts,seasons") == ["bursts", "seasons"]
+    with pytest.raises(InputError, match="no 'tides'"):
+        chosen_worlds("seasons,tides")
+    options = Options(out=str(tmp_path), canaries=7)
+    (tmp_path / "canaries-seasons-7-10.json").write_text('{"false_promotion": 0.5}')
+    found = kept_rates("seasons", ReleaseConfig(), options)
+    assert found == {"false_promotion": 0.5}, "it was simulated again"
