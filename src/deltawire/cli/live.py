@@ -154,7 +154,8 @@ def _lineage(found: dict[str, Any]) -> str:
     """Returns what promotions have added up to since a person chose a version, as one line."""
     words = (
         f"{found['promotions']} promotions since version {found['first']} by margins of "
-        f"{found['spent']:.3g} together"
+        f"{found['spent']:.3g} together, {found['measured_worse']} of them measured worse "
+        f"({found['change']:+.3f} in all)"
     )
     if found["bound"] is None:
         return f"{words}; nothing bounds the sum (live.release.creep)"

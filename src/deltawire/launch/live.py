@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -428,6 +429,8 @@ def _lineage_row(found: PromotionLineage, release: ReleaseConfig) -> dict[str, A
         "promotions": found.promotions,
         "spent": found.spent,
         "margin": found.margin,
+        "change": math.fsum(found.changes),
+        "measured_worse": sum(change < 0 for change in found.changes),
         "bound": release.creep or None,
     }
 

@@ -24,7 +24,7 @@ from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
 from deltawire.live.release.evidence import CanaryTests, Evidence
 from deltawire.live.release.hold_back import HoldBackEvidence, with_hold_back
-from deltawire.live.release.lineage import with_lineage_margin
+from deltawire.live.release.lineage import decline_of, with_lineage_margin
 from deltawire.live.release.paired_gate import Scores, compare_sets
 from deltawire.live.release.shadow_evidence import ShadowEvidence, shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
@@ -366,6 +366,9 @@ def _go_on(
         reason = f"no harm in {mine} outcomes at a share of {before.share:g}"
         return make.canary(before, following, reason, figures)
     if mine >= release.stage_outcomes and evidence.metric.rejects:
+        declines, figures["log_evidence_decline"] = decline_of(make.log, release, figures)
+        if declines:
+            return make.hold_hidden(before, declines, "person", figures)
         reason = f"not worse than version {before.serving.version} by {release.margin:.3g}"
         figures |= {MARGIN_SPENT: release.margin}
         return make.decision("promote", candidate, reason=reason, evidence=figures)

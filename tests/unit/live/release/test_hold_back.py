@@ -9,6 +9,7 @@ from live_answers import NOW, answer, config_of, report
 
 from deltawire.config.release import ReleaseConfig
 from deltawire.dashboard.release import release_of
+from deltawire.live.release import next_decision
 from deltawire.live.release.evidence import CanaryTests
 from deltawire.live.release.hold_back import HoldBackTests, deposit, period_of
 from deltawire.live.release.hold_back_outcomes import HoldBackOutcomes
@@ -103,10 +104,17 @@ class Lineage:
         return None
 
 
-def test_versions_that_are_each_a_little_worse_are_promoted_without_a_hold_back_version():
-    lineage = Lineage(STEP, release=msgspec.structs.replace(RELEASE, hold_back=0.0))
-    assert lineage.run() is None
-    assert lineage.log.newest.serving == served(36)
+def test_without_a_hold_back_version_a_decline_is_seen_later_and_waits_for_a_person(monkeypatch):
+    release = msgspec.structs.replace(RELEASE, hold_back=0.0)
+    lineage = Lineage(STEP, release=release)
+    ended = lineage.run()
+    assert (ended.verdict, ended.waits_for, ended.share) == ("hold", "person", 0.0)
+    assert "slow decline" in ended.reason
+    assert ended.candidate.version > Lineage(STEP).run().candidate.version
+    assert "slow decline" in release_of(lineage.log).words
+    # Without that rule all of them are promoted, though each is worse.
+    monkeypatch.setattr(next_decision, "decline_of", lambda *_: ("", 0.0))
+    assert Lineage(STEP, release=release).run(20) is None
 
 
 @pytest.mark.parametrize(("change", "named"), [({}, METRIC), ({"slower": 0.04}, "slow")])
@@ -131,7 +139,7 @@ def test_a_slow_decay_returns_all_users_to_the_hold_back_version(change, named):
 
 def test_equal_versions_raise_no_alarm():
     lineage = Lineage(0.0)
-    assert lineage.run() is None
+    assert lineage.run(12) is None
     state = release_of(lineage.log)
     assert (state.decayed, state.hold_back, state.hold_back_share) == (None, 0, 0.2)
     assert state.hold_back_low < 0 < state.hold_back_high

@@ -1,10 +1,18 @@
 """Margins spend one budget down a lineage, so that many promotions lose no more than it."""
 
+import math
+
+import numpy as np
 import pytest
 
 from benchmarks.live import creep
 from deltawire.config.release import ReleaseConfig
-from deltawire.live.release.lineage import lineage_of, next_margin, with_lineage_margin
+from deltawire.live.release.lineage import (
+    lineage_of,
+    log_evidence_of_decline,
+    next_margin,
+    with_lineage_margin,
+)
 from deltawire.live.release.next_decision import decide_by_hand
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import open_bucket
@@ -57,3 +65,22 @@ def test_a_hundred_candidates_lose_no_more_than_the_budget():
     assert -bounded.mean() <= creep.CREEP
     unbounded, _ = creep.lineages(-creep.STEP, seed=3, creep=0.0, count=4)
     assert -unbounded.mean() > 5 * creep.CREEP
+
+
+def test_a_decline_is_shown_by_promotions_that_are_measured_worse_in_a_row():
+    assert log_evidence_of_decline([]) == 0.0
+    assert log_evidence_of_decline([-0.01] * 6) < math.log(20)
+    assert log_evidence_of_decline([-0.01] * 7) >= math.log(20)
+    late = [0.01, -0.01] * 7 + [-0.01] * 20  # Versions 15 to 34 are each a little worse.
+    assert log_evidence_of_decline(late) >= math.log(20)
+    assert log_evidence_of_decline([0.01] * 30) < 0
+
+
+def test_equal_versions_hardly_ever_show_a_decline():
+    rng = np.random.default_rng(4)
+    shown = 0
+    for _ in range(60):
+        changes = rng.normal(0, 0.02, 30).tolist()
+        evidence = [log_evidence_of_decline(changes[:count]) for count in range(1, 31)]
+        shown += max(evidence) >= math.log(20)
+    assert shown <= 3
