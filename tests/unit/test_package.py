@@ -247,6 +247,7 @@ FLAGS = {
     "compare": TRUST | {"--error", "--among", "--json"},
     "dataset": TRUST | {"--to", "--first", "--last", "--json"},
     "replay": TRUST | {"--from", "--to", "--dump", "--out", "--json"},
+    "alive": TRUST | {"--silence", "--json"},
     "status": TRUST | {"--watch", "--every", "--json", "--window"},
     "budget": TRUST | {"--json"},
     "forecast": TRUST | {"--of", "--compute", "--from", "--like", "--plot", "--json"},

@@ -35,6 +35,7 @@ GROUPS = {
     ),
     "look": (
         "status",
+        "alive",
         "watch",
         "report",
         "log",

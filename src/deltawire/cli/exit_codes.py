@@ -16,6 +16,8 @@ UNFIT = 8
 """``doctor`` found a problem."""
 UNDECIDED = 11
 """``bisect`` found no version that is certain enough, ``compare`` no candidate that is better."""
+NOT_ALIVE = 12
+"""``alive``: the process is silent or makes no progress."""
 UNKNOWN_USER = 9
 """``forget`` and ``live export`` found nothing under the name that they were given."""
 FORKED = 12
