@@ -23,6 +23,7 @@ def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         _add_scale,
         _add_hops,
         _add_branches,
+        _add_rounding,
     ):
         add(benches)
 
@@ -286,3 +287,26 @@ def _add_hops(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     parser.add_argument("--seed", type=int, default=0, help="the seed of the values")
     parser.add_argument("--json", action="store_true", help="print the rates as JSON")
+
+
+def _add_rounding(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = benches.add_parser(
+        "rounding", help="which part of an update reaches 16-, 8- and 4-bit weights"
+    )
+    parser.add_argument(
+        "--model", default="models/smollm2-135m", metavar="DIR", help="a bf16 model (%(default)s)"
+    )
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[1e-6, 3e-6, 1e-5],
+        metavar="RATE",
+        help="learning rates",
+    )
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[1, 5, 20, 50], help="steps to look after"
+    )
+    parser.add_argument("--matrices", type=int, default=30, help="matrices to look at")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of gradients and dither")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
