@@ -23,8 +23,11 @@ from deltawire.runtime.children import HEAP
 
 MODEL = ROOT / "models/smollm2-135m"
 CASES = tuple(
-    Case(model=str(MODEL), mode=mode, tokens=tokens, sequences=32, steps=steps, length=128)
-    for tokens, steps in ((256, 2), (2048, 1))
+    Case(
+        model=str(MODEL), mode=mode, tokens=tokens, sequences=sequences, steps=steps, length=length
+    )
+    # 24 sequences of at most 126 tokens fill one batch of 2,048: 2,024 with three prompts.
+    for tokens, sequences, steps, length in ((256, 32, 2, 128), (2048, 24, 1, 126))
     for mode in ("full", "lora")
 )
 

@@ -87,6 +87,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Lists the catalogue, the smallest hardware for one model, or one profile."""
     from deltawire.errors import InputError
+    from deltawire.launch.machine_rows import machine_rows
     from deltawire.plan.profile import encode_profile
     from deltawire.plan.published import published_table
     from deltawire.plan.resolver import SHAPE, resolve_shape
@@ -111,7 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("--out writes one profile: name accelerators with --on, or a shape")
     elif arguments.model:
         model, packing = _find_model(arguments.model)
-        _rows(needs_rows(model, packing, arguments.context), as_json=arguments.json)
+        rows = machine_rows(model, packing, arguments.context)
+        rows += needs_rows(model, packing, arguments.context)
+        _rows(rows, as_json=arguments.json)
     else:
         _rows(catalogue_rows(), as_json=arguments.json)
     if not arguments.json:

@@ -3,9 +3,12 @@
 A trainer of one rank that computes in float32 holds, in bytes for each parameter: 4 for the values
 that it computes with; 4 for the master of each trained one, 8 for Adam's moments, 4 for gradients;
 2 for the publisher's baseline, and 2 for the next version of each trained one. To this come the
-activations of ``train.max_tokens_per_batch`` tokens, and a chunk of logits. Activations are those
-of the plan for accelerators (`deltawire.plan.activations`), which counts 2 bytes a value where
-float32 takes 4.
+activations of ``train.max_tokens_per_batch`` tokens, and a chunk of logits, with the plan's
+allowance for fragmentation. Activations are those of the plan for accelerators
+(`deltawire.plan.activations`), which counts 2 bytes a value where float32 takes 4. They differ in
+two points. A norm keeps no copy of its input in float32, which its input is. Attention over packed
+rows (`deltawire.train.packing`) keeps keys and values once for each query head, those of a shared
+prompt for each completion, and its result a second time, in the order of the row.
 
 A sampler holds the values, and keys and values of ``slots`` sequences of ``context`` tokens. While
 it loads a version, it holds the version's bits as well.
@@ -21,8 +24,9 @@ from pathlib import Path
 
 from deltawire.config import RunConfig
 from deltawire.plan.activations import layer_activations
-from deltawire.plan.architecture import Model
+from deltawire.plan.architecture import DecoderLayer, Model
 from deltawire.plan.layout import TrainingLayout
+from deltawire.plan.memory import ALLOWANCE
 
 GIB = 2.0**30
 LIBRARIES = 0.46 * GIB
@@ -34,9 +38,10 @@ WIDER = VALUE / PUBLISHED
 """Bytes of an activation over those of the plan for accelerators."""
 LOGITS = 1 << 26
 """`deltawire.train.head.CHUNK_ELEMENTS`; this module must not import torch."""
-LOGIT_COPIES = 3
-"""Arrays of a chunk's size that the head's passes hold at a time: logits, their exponentials, and
-one on its way."""
+LOGIT_COPIES = 2
+"""Arrays of a chunk's size that the head's passes hold at a time: logits and probabilities."""
+SAMPLED_COPIES = 3
+"""Arrays of logits that a sampler holds at a time: logits, scaled ones, and probabilities."""
 LEAST_ROWS, MOST_ROWS = 256, 4096
 
 
@@ -152,8 +157,8 @@ def trainer_memory(model: Model, config: RunConfig, *, tokens: int) -> ProcessMe
     parts = {
         "libraries": LIBRARIES,
         **masters,
-        "activations": _activations(model, config, tokens),
-        "logits": head,
+        "activations": (1 + ALLOWANCE) * _activations(model, config, tokens),
+        "logits": (1 + ALLOWANCE) * head,
     }
     return ProcessMemory("trainer", 1, {name: float(size) for name, size in parts.items()})
 
@@ -171,10 +176,26 @@ def _activations(model: Model, config: RunConfig, tokens: int) -> float:
     for layer, count in model.kinds:
         found = layer_activations(layer, model.hidden, layout)
         each = {"none": found.saved, "selective": found.kept}.get(policy, found.boundary)
-        kept += count * each
+        more = tokens * _more_on_processors(model, layer, config)
+        kept += count * (WIDER * each + (more if policy == "none" else 0.0))
         if policy != "none":
-            largest = max(largest, found.backward)
-    return WIDER * (kept + largest)
+            largest = max(largest, WIDER * found.backward + more)
+    return kept + largest
+
+
+def _more_on_processors(model: Model, layer: DecoderLayer, config: RunConfig) -> float:
+    """Returns the bytes of a token that a layer keeps in float32 on processors, beyond those of
+    the plan for accelerators; negative where it keeps fewer."""
+    rollout, shape = config.rollout, layer.attention
+    norms = -2 * VALUE * model.hidden * layer.streams
+    if shape.kind != "grouped":
+        return norms
+    group, drawn = rollout.group_size, min(rollout.max_tokens, rollout.context)
+    prompt = rollout.context - drawn
+    # A prompt is one block of the row, and a prefix of each of its completions.
+    copies = (prompt + group * rollout.context) / (prompt + group * drawn)
+    repeated = 2 * shape.queries * copies - (shape.keys + shape.values)
+    return norms + VALUE * (repeated + shape.queries)
 
 
 def sampler_parts(model: Model, config: RunConfig, *, slots: int) -> dict[str, float]:
@@ -186,7 +207,7 @@ def sampler_parts(model: Model, config: RunConfig, *, slots: int) -> dict[str, f
     )
     cache = sum(layer.attention.keys + layer.attention.values for layer in model.layers)
     # Before anything is sampled, the version is loaded from its bits.
-    sampling = value * slots * rollout.context * cache + LOGIT_COPIES * VALUE * slots * (
+    sampling = value * slots * rollout.context * cache + SAMPLED_COPIES * VALUE * slots * (
         model.vocabulary
     )
     return {

@@ -68,6 +68,32 @@ def release_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+class HeapGrowth:
+    """Calls `release_heap` between pieces of work whose allocations differ in size.
+
+    Example::
+
+        growth = HeapGrowth()
+        for batch in batches:
+            compute(batch)
+            growth.release()
+    """
+
+    def __init__(self, limit: int = 128 << 20) -> None:
+        self._limit = limit
+        self._held = held_bytes(peak=False)
+
+    def release(self) -> bool:
+        """Releases the heap if this process has grown by more than the limit since the last time.
+        Returns whether it did. Small models never grow by as much, and pay for no system call but
+        the one that tells."""
+        if held_bytes(peak=False) - self._held <= self._limit:
+            return False
+        release_heap()
+        self._held = held_bytes(peak=False)
+        return True
+
+
 def total_host_bytes() -> int:
     """Returns this machine's memory, or its container's limit; `UNLIMITED` if neither is known."""
     limit = UNLIMITED

@@ -30,6 +30,7 @@ from deltawire.config.served import judged_parity, samples_quantized
 from deltawire.errors import BugError
 from deltawire.parity import NO_VERSION, BatchParity, ParityMeter
 from deltawire.parity.router_replay import RouteReplay, replay_of
+from deltawire.runtime.memory import HeapGrowth
 from deltawire.train.batch import TokenBatch, collate
 from deltawire.train.budget import Member, divide
 from deltawire.train.head import TokenTerms
@@ -373,7 +374,11 @@ class _TrainingStep:
     def optimize(self, minibatch: _Minibatch) -> None:
         """Computes the gradients of a minibatch and takes an optimizer step, unless parity
         stops.
+
+        Micro-batches differ in size. Without giving back between them, holes of earlier
+        activations stay in the heap next to new ones.
         """
+        growth = HeapGrowth()
         for number, batch in enumerate(minibatch.batches):
             # Before the policy's pass: they may share the model.
             known = minibatch.references
@@ -386,6 +391,7 @@ class _TrainingStep:
                 with self.policy.terms(batch, self.replay) as terms:
                     keep_N = self._measure(batch, terms)
                     self._backward(minibatch, batch, terms, keep_N, None, reference_NC)
+            growth.release()
         for batch in minibatch.idle:
             if self.reference_point is None:
                 self._reference(batch)

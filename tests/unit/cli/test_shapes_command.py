@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltawire.cli.main import main
+from deltawire.launch import machine_rows
 from deltawire.plan.profile import read_profile
 
 PREDICTED = "Memory is predicted and times are estimates."
@@ -57,6 +58,55 @@ def test_a_model_without_hardware_lists_the_smallest_hardware(
     rows = json.loads(capsys.readouterr().out)
     assert {row["mode"] for row in rows} == {"full", "lora", "reference"}
     assert all(row["accelerators"] != "none" for row in rows)
+
+
+def small_model(folder: Path) -> str:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "intermediate_size": 2816,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(64, True), (1, False)])
+def test_this_machine_comes_first(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gib: int,
+    fits: bool,
+) -> None:
+    monkeypatch.setattr(machine_rows, "available_host_bytes", lambda: gib << 30)
+    monkeypatch.setattr(machine_rows, "GPU_DEVICE", tmp_path / "none")
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert main(["shapes", small_model(tmp_path), "--json"]) == 0
+    full, lora, *others = json.loads(capsys.readouterr().out)
+    assert [full["mode"], lora["mode"]] == ["full", "lora"]
+    assert full["accelerators"] == lora["accelerators"] == "this machine, 2 cores"
+    assert float(full["GiB each"]) > float(lora["GiB each"]) > 1
+    assert full["layout"].startswith("one process in float32") == fits
+    assert full["layout"].endswith(f"batches of 2,048 tokens; {gib}.0 GiB are free")
+    assert full.keys() == others[0].keys()
+
+
+def test_a_gpu_of_this_machine_is_planned_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_rows, "GPU_DEVICE", tmp_path)
+    monkeypatch.setattr(machine_rows, "this_machine", lambda: "1xh100")
+    assert main(["shapes", small_model(tmp_path), "--json"]) == 0
+    full, lora, *_ = json.loads(capsys.readouterr().out)
+    assert full["accelerators"] == lora["accelerators"] == "this machine, 1xh100"
+    assert int(full["GiB each"]) < 80
+    assert full["layout"]
+    assert main(["shapes", "qwen3-235b-a22b", "--json"]) == 0
+    full = json.loads(capsys.readouterr().out)[0]
+    assert (full["GiB each"], "does not fit 1 x h100" in full["layout"]) == ("", True)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,27 @@ def test_activations_grow_with_the_batch_and_never_past_a_step(model):
     assert saved.parts["activations"] < one["activations"] / 2
 
 
+def test_a_token_keeps_what_packed_attention_in_float32_keeps(model):
+    """Counted by hand for 8 answers of 96 tokens to a prompt of 32, with an adapter of rank 16."""
+    rollout = {"context": 128, "max_tokens": 96, "group_size": 8}
+    adapter = {"kind": "lora", "rank": 16}
+    held = [
+        predicted(model, rollout=rollout, train={"adapter": adapter, "max_tokens_per_batch": n})
+        .processes[0]
+        .parts["activations"]
+        for n in (256, 512)
+    ]
+    width, inner, heads, rank = 576, 1536, 9, 16
+    norms = 2 * (4 * width + 8)
+    inputs = 2 * 4 * width + 7 * 4 * rank  # Of the projections, and the adapters' products.
+    prefixed = (32 + 8 * 128) / (32 + 8 * 96)  # Keys for each token of the row.
+    attention = 4 * width * (1 + 2 * prefixed + 2) + 8 * heads  # Queries; keys, values; results.
+    gated = 4 * 4 * inner
+    token = 30 * (norms + inputs + attention + gated)
+    assert (held[1] - held[0]) / 256 == pytest.approx(1.05 * token, rel=1e-6)
+    assert 1.40e6 < token < 1.45e6
+
+
 def test_keys_and_values_grow_with_slots_and_context(model):
     parts = [
         predicted(model, rollout={"slots": slots, "context": context}).processes[1].parts

@@ -279,3 +279,19 @@ def test_freed_memory_between_blocks_in_use_goes_back_to_the_system():
     before, after = map(int, done.stdout.split())
     assert before > 200 << 20, "the C library gives back by itself"
     assert after < before - (150 << 20)
+
+
+def test_the_heap_is_released_only_after_growth(monkeypatch):
+    held, released = [100], []
+    monkeypatch.setattr(memory, "held_bytes", lambda *, peak: held[0])
+
+    def release() -> None:
+        released.append(held[0])
+        held[0] = 120
+
+    monkeypatch.setattr(memory, "release_heap", release)
+    growth = memory.HeapGrowth(limit=50)
+    for now, wanted in ((150, False), (151, True), (170, False), (171, True)):
+        held[0] = now
+        assert growth.release() == wanted
+    assert released == [151, 171]

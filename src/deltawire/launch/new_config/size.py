@@ -77,7 +77,7 @@ def size_trainer(
     describe the model.
     """
     model, _ = find_model(str(Path(path)))
-    accelerators = _accelerators(on)
+    accelerators = accelerators_of(on)
     modes: tuple[Mode, ...] = ("full", "lora") if mode == "auto" else (mode,)
     profile = _first_that_fits(model, modes, accelerators, context)
     peak = profile.peak_with_allowance / GIB
@@ -178,7 +178,8 @@ def _resolve(model: Model, mode: Mode, accelerators: Accelerators, context: int)
     )
 
 
-def _accelerators(on: str) -> Accelerators:
+def accelerators_of(on: str) -> Accelerators:
+    """Returns the accelerators that ``--on`` names; raises `InputError` for others."""
     if on == CPU:
         gib = TRAINER_SHARE * min(available_host_bytes(), 1 << 50) / GIB
         cpu = shipped_accelerators()[CPU]
