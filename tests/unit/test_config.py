@@ -273,6 +273,7 @@ OTHER = {
         {"names": "router", "kind": None, "learning_rate": 0.5, "weight_decay": 0.0}
     ],
     "rollout.allocation.policy": "refill",
+    "train.loss.preference.kind": "dpo",
     "rollout.engine": "vllm",
     "rollout.reuse.train": "every",
     "rollout.precision": "bfloat16",
@@ -296,6 +297,7 @@ TOGETHER = {
     *(f"train.{key}" for key in ("replicate", "tensor_parallel", "expert_parallel")),
     "train.loss.ratio_base",
     *(f"train.loss.kto.{key}" for key in ("beta", "desirable_weight", "undesirable_weight")),
+    *(f"train.loss.preference.{key}" for key in ("beta", "coefficient", "margin")),
     *(f"train.schedule.{key}" for key in ("kind", "steps", "decay_steps", "floor")),
     *(
         "evaluate.budgets",
@@ -531,6 +533,17 @@ CONTRADICTIONS = {
         "nothing is trained on",
     ),
     "settings of KTO": ({"kto": {"beta": 0.5}}, 0, "has no effect on ppo"),
+    "settings of pairs": ({"preference": {"beta": 0.5}}, 0, "no effect without its kind"),
+    "a margin of DPO": (
+        {"preference": {"kind": "dpo", "margin": 1.0}},
+        0,
+        "margin has no effect on dpo",
+    ),
+    "old answers next to pairs": (
+        {"ratio_base": "old", "preference": {"kind": "dpo"}},
+        2,
+        "2 versions old",
+    ),
 }
 SENSIBLE = {
     "TIS": ({"ratio_base": "old", "corrections": [{}]}, 8),
@@ -547,6 +560,11 @@ SENSIBLE = {
     "truncated REINFORCE": ({"surrogate": "reinforce", "corrections": [{"high": 1.02}]}, 8),
     "CISPO, free below": ({"surrogate": "cispo", "clip_low": 2.0}, 4),
     "KTO of old answers": ({**KTO, "kto": {"beta": 0.5, "undesirable_weight": 2.0}}, 100),
+    "pairs of old answers": (
+        {"ratio_base": "old", "policy_coefficient": 0.0, "preference": {"kind": "simpo"}},
+        100,
+    ),
+    "a margin": ({"preference": {"kind": "simpo", "beta": 2.0, "margin": 1.0}}, 0),
     "KTO, rejecting": ({**KTO, "corrections": [{"action": "mask", "weigh": False}]}, 100),
 }
 
@@ -593,6 +611,22 @@ def test_kto_has_a_reference_without_a_penalty():
     assert parse_config(raw, source="here").reference_mode == "adapter_off"
     raw["reference"] = {"mode": "process"}
     assert parse_config(raw, source="here").reference_mode == "process"
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("dpo", "sleeping"), ("dpo_norm", "sleeping"), ("ipo", "sleeping"), ("simpo", "none"),
+     ("supervised", "none"), ("none", "none")],
+)  # fmt: skip
+def test_losses_of_pairs_have_the_reference_that_they_need(kind, mode):
+    raw = {**SMALLEST, "train": {"loss": {"preference": {"kind": kind}}}}
+    assert parse_config(raw, source="here").reference_mode == mode
+    raw["train"]["loss"] |= {"policy_coefficient": 0.0}
+    if kind == "none":
+        with pytest.raises(InputError, match="nothing to train on"):
+            parse_config(raw, source="here")
+    else:
+        assert parse_config(raw, source="here").train.loss.only_pairs
 
 
 @pytest.mark.parametrize(

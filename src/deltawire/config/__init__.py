@@ -20,6 +20,7 @@ from deltawire.config.losses import (
     KtoConfig,
     LengthTerm,
     LossConfig,
+    PreferenceConfig,
     SurrogateTraits,
 )
 from deltawire.config.optimization import OptimizerConfig, ParameterGroup, ScheduleConfig
@@ -101,6 +102,7 @@ __all__ = [
     "ParameterGroup",
     "ParityConfig",
     "ParityLimits",
+    "PreferenceConfig",
     "ProbesConfig",
     "ReferenceConfig",
     "RetainConfig",

@@ -140,6 +140,62 @@ class KtoConfig(Section, frozen=True, kw_only=True):
     """The weight of answers whose given value is below 0."""
 
 
+PreferenceKind = Literal["none", "dpo", "dpo_norm", "ipo", "simpo", "supervised"]
+
+
+class PreferenceConfig(Section, frozen=True, kw_only=True):
+    """The loss of pairs of a served answer and a better one, such as a user's edit of it
+    (`deltawire.train.loss.preference`). It is added to the policy's loss;
+    ``policy_coefficient = 0`` trains on pairs only.
+
+    Example::
+
+        [train.loss.preference]
+        kind = "dpo"
+        beta = 0.1
+    """
+
+    kind: PreferenceKind = "none"
+    coefficient: Positive = 1.0
+    """The weight of this loss next to the policy's."""
+    beta: Positive = 0.1
+    """How fast a pair saturates, per nat (``dpo``) or per nat and token (``dpo_norm``, ``simpo``);
+    ``ipo`` aims at a margin of 1 / (2 * beta). ``supervised`` has none."""
+    margin: Annotated[float, Meta(ge=0, le=1e3)] = 0.5
+    """``simpo``: the distance that the better answer should have (gamma)."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Returns whether the loss compares both answers with the reference."""
+        return self.kind in ("dpo", "dpo_norm", "ipo")
+
+    def influence(self, better: int, answer: int) -> float:
+        """Returns the largest sum of |d loss / d log-probability| over the tokens of a pair of that
+        many tokens each. That of ``ipo`` has no bound, and is counted at a margin of 0, where
+        training starts."""
+        match self.kind:
+            case "none":
+                return 0.0
+            case "dpo":
+                sides = self.beta * (better + answer)
+            case "dpo_norm" | "simpo":
+                sides = 2 * self.beta
+            case "ipo":
+                sides = 2 / self.beta
+            case _:
+                sides = 1.0
+        return self.coefficient * sides
+
+    def contradiction(self) -> tuple[str, str] | None:
+        """Finds settings without an effect: the reason and what to do, or None."""
+        if self.kind == "none" and self != PreferenceConfig():
+            reason = "[train.loss.preference] has no effect without its kind"
+            return reason, 'set kind = "dpo", or leave the section out'
+        if self.kind != "simpo" and self.margin != PreferenceConfig().margin:
+            return f"preference.margin has no effect on {self.kind}", 'set kind = "simpo"'
+        return None
+
+
 class LossConfig(Section, frozen=True, kw_only=True):
     """The parts of the loss, each by name (`deltawire.train.loss`).
 
@@ -166,6 +222,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """The dual clip's c, above 1; 0 is off. ``ppo`` only, and `DUAL_CLIP` if left out: without it
     one forged log-probability of a bad answer outweighs a whole step."""
     kto: KtoConfig = KtoConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     corrections: list[CorrectionConfig] = []
     aggregation: Literal["token_mean", "seq_mean_token_mean", "dr_grpo"] = "token_mean"
     horizon: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
@@ -174,7 +231,8 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """The penalty for the distance to the reference (``[reference]``), by default version 0."""
     kl_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1e-3
     policy_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
-    """Weight of the surrogate; 0 trains on the penalty only, as on-policy distillation does."""
+    """Weight of the surrogate; 0 trains on the penalty only, as on-policy distillation does, or on
+    ``preference`` only."""
     entropy_coefficient: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """An entropy bonus: this factor times the policy's mean entropy is subtracted from the loss."""
     lengths: Annotated[list[LengthTerm], Meta(max_length=16)] = []
@@ -192,7 +250,12 @@ class LossConfig(Section, frozen=True, kw_only=True):
     @property
     def needs_reference(self) -> bool:
         """Returns whether the loss compares the policy with the reference."""
-        return self.kl != "none" or self.traits.good_or_bad
+        return self.kl != "none" or self.traits.good_or_bad or self.preference.needs_reference
+
+    @property
+    def only_pairs(self) -> bool:
+        """Returns whether answers without a better one add nothing to the loss."""
+        return self.preference.kind != "none" and not self.policy_coefficient
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
@@ -222,7 +285,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
         traits = self.traits
         weighing = [c for c in self.corrections if c.weigh]
         ratio = traits.ratio
-        if found := self._good_or_bad_fault():
+        if found := self._good_or_bad_fault() or self.preference.contradiction():
             return found
         if self.ratio_base == "rollout" and weighing and ratio:
             reason = (
@@ -246,7 +309,9 @@ class LossConfig(Section, frozen=True, kw_only=True):
                     'set action = "mask"'
                 )
         corrected = bool(self.corrections) or (self.ratio_base == "rollout" and ratio)
-        corrected = corrected or traits.good_or_bad  # It takes the answers of any policy.
+        # Pairs, and good or bad answers, may be those of any policy.
+        pairs = self.only_pairs and self.kl == "none"
+        corrected = corrected or traits.good_or_bad or pairs
         if largest_age > UNCORRECTED_STALENESS and not corrected:
             reason = f"groups up to {largest_age} versions old would be trained on uncorrected"
             ways = ['set ratio_base = "rollout"'] if ratio else []

@@ -381,10 +381,10 @@ def _reference_fault(config: RunConfig) -> tuple[str, str] | None:
     loss, reference = config.train.loss, config.reference
     if not loss.needs_reference and (reference.mode != "auto" or reference.model):
         return "[reference] has no effect without a penalty", "set train.loss.kl"
-    if loss.kl == "none" and not loss.policy_coefficient:
+    if loss.kl == "none" and loss.preference.kind == "none" and not loss.policy_coefficient:
         return (
             "train.loss.policy_coefficient = 0 without a penalty leaves nothing to train on",
-            "set train.loss.kl, to distill",
+            "set train.loss.kl, to distill, or train.loss.preference.kind",
         )
     if reference.mode == "adapter_off":
         if config.train.adapter.kind == "none":

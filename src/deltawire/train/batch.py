@@ -33,6 +33,8 @@ class TokenBatch:
     collated, index of the trajectory in that group). ``routes_N`` are the sampler's packed expert
     choices, empty where none were recorded. ``episodes_E`` is each episode's origin: (index of its
     group, its number in that group). ``overlong_N`` is 1 for rows of an episode that was cut off.
+    ``better_mask_NC`` is 1 for the tokens of a better answer, which nobody drew, and
+    ``pair_weights_N`` is the weight of its pair, 0 in rows of other answers.
     """
 
     prompts_GP: Tensor
@@ -51,6 +53,13 @@ class TokenBatch:
     routes_N: list[bytes]
     episodes_E: list[tuple[int, int]]
     overlong_N: Tensor
+    better_mask_NC: Tensor
+    pair_weights_N: Tensor
+
+    @property
+    def wanted(self) -> Tensor:
+        """1 for the tokens whose log-probabilities a loss takes: drawn, or of a better answer."""
+        return self.loss_mask_NC + self.better_mask_NC
 
     def to(self, device: torch.device) -> TokenBatch:
         """Returns the batch with its tensors on ``device``."""
@@ -98,11 +107,14 @@ def collate(groups: Sequence[Group], chosen: Sequence[tuple[int, int]] | None = 
     if not trajectories:
         raise BugError("a batch was made of groups without an episode to train on")
     prompts_GP, prompt_mask_GP = _pad_prompts(shared)
+    tokens = _pad_tokens(trajectories)
+    weights = [t.better.weight if t.better and t.is_better else 0.0 for t in trajectories]
+    better = torch.tensor([t.is_better for t in trajectories], dtype=torch.float32)
     return TokenBatch(
         prompts_GP,
         prompt_mask_GP,
         torch.tensor(prompts_N),
-        *_pad_tokens(trajectories),
+        *tokens,
         torch.tensor(episodes_N),
         torch.tensor(rewards, dtype=torch.float32),
         torch.tensor([number for number, _ in episodes]),
@@ -111,6 +123,8 @@ def collate(groups: Sequence[Group], chosen: Sequence[tuple[int, int]] | None = 
         [t.routes for t in trajectories],
         list(episodes),
         torch.tensor(overlong_N, dtype=torch.float32),
+        tokens[1].float() * better[:, None],
+        torch.tensor(weights, dtype=torch.float32),
     )
 
 

@@ -67,7 +67,7 @@ def lay_out(batch: TokenBatch, *, packed: bool) -> BatchLayout:
         ids[first : first + rest] = batch.tokens_NC[n, :rest]
         positions[first : first + rest] = torch.arange(length, length + rest, device=device)
         mask[first : first + rest] = 1
-    rows_W, columns_W = batch.loss_mask_NC.nonzero(as_tuple=True)
+    rows_W, columns_W = batch.wanted.nonzero(as_tuple=True)
     last_N = torch.tensor([starts[n][0] + lengths_G[g] - 1 for n, g in enumerate(prompts_N)])
     first_N = torch.tensor([first for _, first in starts])
     last_N, first_N = last_N.to(device), first_N.to(device)

@@ -71,7 +71,7 @@ class TrainedPolicy:
         """Returns log π(token | everything before it) at the batch's temperature, and entropies:
         [N, C].
 
-        Entries where ``loss_mask_NC`` is 0 are 0. ``replay`` compares the sampler's expert choices
+        Entries where ``wanted`` is 0 are 0. ``replay`` compares the sampler's expert choices
         with the model's own, and uses them if it is configured to. Call ``backward`` inside the
         context: activations may be computed again there.
         """

@@ -25,8 +25,8 @@ class Reference(Protocol):
     """The interface of references: log-probabilities that the penalty compares the policy with."""
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Log-probabilities of the batch's drawn tokens, without a gradient: float32[N, C], 0 where
-        nothing was drawn."""
+        """Log-probabilities of the batch's drawn tokens and of better answers, without a gradient:
+        float32[N, C], 0 elsewhere."""
         ...
 
 
@@ -111,7 +111,7 @@ class RecordedReference:
         for row, member in enumerate(batch.members_N):
             values = self._scores[member]
             found[row, : len(values)] = torch.from_numpy(values.copy())
-        return found.to(batch.tokens_NC.device) * batch.loss_mask_NC
+        return found.to(batch.tokens_NC.device) * batch.wanted
 
 
 class _LayerStream:

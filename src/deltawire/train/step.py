@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -37,6 +37,7 @@ from deltawire.train.head import TokenTerms
 from deltawire.train.loss import ADVANTAGES, LossInputs, PolicyLoss, Totals, policy_loss
 from deltawire.train.loss.inputs import sequence_sums
 from deltawire.train.loss.lengths import with_length_terms
+from deltawire.train.loss.preference import PairInputs, preference_loss, with_better_answers
 from deltawire.train.loss.shared_tokens import (
     Spans,
     TokenSpan,
@@ -221,7 +222,25 @@ def batch_loss(
         advantages_NC=_spread(batch, advantages_N, spans),
         reference_point=reference_point,
     )
-    return policy_loss(config.train.loss, inputs, totals)
+    part = policy_loss(config.train.loss, inputs, totals)
+    if config.train.loss.preference.kind == "none":
+        return part
+    return replace(part, loss=part.loss + _pair_loss(config, batch, inputs, totals))
+
+
+def _pair_loss(config: RunConfig, batch: TokenBatch, inputs: LossInputs, totals: Totals) -> Tensor:
+    """The part of the pairs. Corrections do not reject them: what was drawn when does not matter,
+    but parity may take them out."""
+    weights_N = batch.pair_weights_N
+    pairs = PairInputs(
+        inputs.logprobs_NC,
+        batch.loss_mask_NC,
+        batch.better_mask_NC,
+        weights_N if inputs.keep_N is None else weights_N * inputs.keep_N,
+        batch.episodes_N,
+        inputs.reference_NC,
+    )
+    return preference_loss(config.train.loss.preference, pairs, totals)
 
 
 def _spread(
@@ -297,6 +316,8 @@ class _TrainingStep:
     ) -> _TrainingStep:
         """Divides the groups into minibatches and micro-batches."""
         groups = with_reused_tokens(groups, config)
+        if config.train.loss.preference.kind != "none":
+            groups = with_better_answers(groups)
         policy = TrainedPolicy.of(masters.model, config.train)
         mesh = masters.mesh
         if samples_quantized(config):
@@ -321,7 +342,15 @@ class _TrainingStep:
                     [collate(groups, members).to(mesh.device) for members in own if members],
                     [collate(groups, some).to(mesh.device) for members in own if not members],
                     totals_of([groups[n] for n in numbers], config),
-                    [[member for members in rank for member in members] for rank in divided],
+                    [
+                        [
+                            (n, place)
+                            for members in rank
+                            for n, place in members
+                            if not groups[n].trajectories[place].is_better
+                        ]
+                        for rank in divided
+                    ],
                     [],
                     [],
                 )
@@ -412,13 +441,18 @@ class _TrainingStep:
     def _measure(self, batch: TokenBatch, terms: TokenTerms) -> Tensor:
         self.entropy += float((terms.entropies.detach() * batch.loss_mask_NC).sum())
         self.rewards.append(batch.rewards_E)
-        return self.meter.measure(
-            terms.logprobs,
-            batch.sampler_logprobs_NC,
-            batch.loss_mask_NC,
-            batch.versions_NC,
-            episodes_N=batch.episodes_N,
+        # Better answers have no sampler. They stay or leave with the answer of their episode.
+        drawn_N = batch.better_mask_NC.sum(1) == 0
+        keep_N = self.meter.measure(
+            terms.logprobs[drawn_N],
+            batch.sampler_logprobs_NC[drawn_N],
+            batch.loss_mask_NC[drawn_N],
+            batch.versions_NC[drawn_N],
+            episodes_N=batch.episodes_N[drawn_N],
         )
+        left_E = torch.zeros_like(batch.rewards_E)
+        left_E[batch.episodes_N[drawn_N]] = keep_N
+        return left_E[batch.episodes_N]
 
     def _backward(
         self,

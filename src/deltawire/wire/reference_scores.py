@@ -18,7 +18,7 @@ from deltawire.wire.run import Identity
 from deltawire.wire.seal import Signer, seal, unseal
 
 MAX_SCORES_BYTES = 128 << 20
-MAX_SEQUENCES = 4096
+MAX_SEQUENCES = 8192
 
 
 class ReferenceScores(

@@ -14,9 +14,10 @@ can refuse the group any more.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -25,6 +26,14 @@ from numpy.typing import NDArray
 
 from deltawire.errors import CorruptError
 from deltawire.wire.objects import FORMAT, decode_packed, encode_packed
+from deltawire.wire.thinking import (
+    NIL,
+    StoredThinking,
+    declared_thinking,
+    decode_thinking,
+    encode_thinking,
+    thinking_fault,
+)
 
 MAX_GROUP_BYTES = 256 << 20
 MAX_TRAJECTORIES = 4096
@@ -43,22 +52,8 @@ OVERLONG = frozenset({"length", "context"})
 
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
 
-_NIL = b"\xc0"
-"""None in MessagePack."""
-
 THINKING_ENDS = ("answered", "forced", "cut", "stop_string", "limit", "stray_mark")
 """How a turn with a thinking budget may end."""
-
-
-class _ThinkingTurn(msgspec.Struct, frozen=True, array_like=True):
-    thought: Annotated[int, Meta(ge=0, lt=1 << 31)]
-    ended: Literal["answered", "forced", "cut", "stop_string", "limit", "stray_mark"]
-
-
-class _Thinking(msgspec.Struct, frozen=True, array_like=True):
-    budget: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    turns: Annotated[list[_ThinkingTurn], Meta(max_length=1_000_000)]
-    forced: bytes = b""
 
 
 class _Reuse(msgspec.Struct, frozen=True, array_like=True):
@@ -66,12 +61,9 @@ class _Reuse(msgspec.Struct, frozen=True, array_like=True):
     count: Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 
-class _ThinkingOutline(msgspec.Struct, frozen=True, array_like=True):
-    """The thinking of a trajectory whose turns are not decoded yet."""
-
-    budget: int
-    turns: msgspec.Raw
-    forced: memoryview = memoryview(b"")
+class _Better(msgspec.Struct, frozen=True, array_like=True):
+    tokens: memoryview
+    weight: Annotated[float, Meta(ge=0, le=1)]
 
 
 class _Sequence(msgspec.Struct, frozen=True, array_like=True):
@@ -89,8 +81,14 @@ class _Sequence(msgspec.Struct, frozen=True, array_like=True):
     cause: Annotated[str, Meta(max_length=512)] = ""
     probes: Annotated[dict[_Name, float], Meta(max_length=MAX_PROBES)] = {}
     routes: memoryview = memoryview(b"")
-    thinking: msgspec.Raw = msgspec.Raw(_NIL)
+    thinking: msgspec.Raw = msgspec.Raw(NIL)
     reuse: _Reuse | None = None
+
+
+class _PairedSequence(_Sequence, frozen=True, array_like=True):
+    """A trajectory that may have a better answer. Those without one are stored as `_Sequence`."""
+
+    better: _Better | None = None
 
 
 class _Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +146,20 @@ class Reuse:
 
 
 @dataclass(frozen=True)
+class BetterAnswer:
+    """The tokens of an answer that is better than the one that was drawn, to the same prompt, and
+    the weight of the pair from 0 to 1. The model did not draw them: a user's edit, for example.
+
+    Example::
+
+        BetterAnswer(np.array([7, 9], np.int32), weight=1.0)
+    """
+
+    tokens_T: NDArray[np.int32]
+    weight: float
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One completion of a group, after the group's shared prompt or a separate one.
 
@@ -160,7 +172,8 @@ class Trajectory:
     trained on. ``probes`` are checks that do not enter the reward; ``routes`` are the sampler's
     packed expert choices (`deltawire.parity`), empty if none were recorded. ``thinking`` is None
     without a budget. ``reuse`` names the trajectory that drew the first tokens, if that is another;
-    their ``mask`` is then 0 here and the other arrays are its.
+    their ``mask`` is then 0 here and the other arrays are its. ``better`` is a better answer, if
+    one is known; only the only trajectory of an episode, all drawn, has one.
     """
 
     tokens_T: NDArray[np.int32]
@@ -177,6 +190,12 @@ class Trajectory:
     routes: bytes = b""
     thinking: Thinking | None = None
     reuse: Reuse | None = None
+    better: BetterAnswer | None = None
+
+    @property
+    def is_better(self) -> bool:
+        """Returns whether it is the better answer of its episode, as training appends it."""
+        return self.better is not None and not self.mask_T.any()
 
     @property
     def turn_mask(self) -> NDArray[np.uint8]:
@@ -268,6 +287,7 @@ class Group:
     def largest_token(self) -> int:
         """The largest token id in the group."""
         parts = [self.prompt, *(t.tokens_T for t in self.trajectories)]
+        parts += [t.better.tokens_T for t in self.trajectories if t.better is not None]
         parts += [t.prompt for t in self.trajectories if t.prompt is not None]
         return max(int(part.max(initial=0)) for part in parts)
 
@@ -279,25 +299,7 @@ class Group:
 
 def encode_group(group: Group) -> bytes:
     """Encodes the object stored at ``rollouts/<worker>/<sequence>``."""
-    sequences = [
-        _Sequence(
-            _view(t.tokens_T, "<i4"),
-            _view(t.logprobs_T, "<f4"),
-            _view(t.versions_T, "<i4"),
-            _view(t.mask_T, "u1"),
-            float(t.reward),
-            t.finish,
-            t.episode,
-            memoryview(b"") if t.prompt is None else _view(t.prompt, "<i4"),
-            t.turns,
-            t.cause,
-            {name: float(value) for name, value in t.probes.items()},
-            memoryview(t.routes),
-            _packed_thinking(t.thinking),
-            None if t.reuse is None else _Reuse(t.reuse.source, t.reuse.count),
-        )
-        for t in group.trajectories
-    ]
+    sequences = [_encoded(t) for t in group.trajectories]
     return encode_packed(
         _Group(
             worker=group.worker,
@@ -306,9 +308,35 @@ def encode_group(group: Group) -> bytes:
             family=group.family,
             temperature=group.temperature,
             prompt=_view(group.prompt, "<i4"),
-            sequences=[msgspec.Raw(encode_packed(one)) for one in sequences],
+            sequences=sequences,
         )
     )
+
+
+def _encoded(t: Trajectory) -> msgspec.Raw:
+    """Encodes a trajectory; one without a better answer has the bytes of earlier releases."""
+    members = (
+        _view(t.tokens_T, "<i4"),
+        _view(t.logprobs_T, "<f4"),
+        _view(t.versions_T, "<i4"),
+        _view(t.mask_T, "u1"),
+        float(t.reward),
+        t.finish,
+        t.episode,
+        memoryview(b"") if t.prompt is None else _view(t.prompt, "<i4"),
+        t.turns,
+        t.cause,
+        {name: float(value) for name, value in t.probes.items()},
+        memoryview(t.routes),
+        msgspec.Raw(NIL)
+        if t.thinking is None
+        else encode_thinking(t.thinking.budget, t.thinking.turns, t.thinking.forced),
+        None if t.reuse is None else _Reuse(t.reuse.source, t.reuse.count),
+    )
+    if t.better is None:
+        return msgspec.Raw(encode_packed(_Sequence(*members)))
+    better = _Better(_view(t.better.tokens_T, "<i4"), float(t.better.weight))
+    return msgspec.Raw(encode_packed(_PairedSequence(*members, better)))
 
 
 def decode_group(
@@ -342,17 +370,16 @@ def decode_group(
     refuse(_head_excess(raw, limits))
     sequences, thoughts = [], limits.thinking
     for one in raw.sequences:
-        sequence = decode_packed(memoryview(one), _Sequence, run=run, key=key)
+        sequence = decode_packed(memoryview(one), _PairedSequence, run=run, key=key)
         corrupt(_length_fault(sequence))
         refuse(_excess(sequence, limits))
-        outline = _outline(sequence.thinking, run=run, key=key)
-        thoughts -= 0 if outline is None else _declared(outline)
+        thoughts -= declared_thinking(sequence.thinking, run=run, key=key)
         if thoughts < 0:
             refuse(f"more than {limits.thinking} turns of thinking and ranges of inserted tokens")
         sequences.append(sequence)
     trajectories = []
     for sequence in sequences:
-        thinking = _decoded_thinking(sequence.thinking, run=run, key=key)
+        thinking = decode_thinking(sequence.thinking, run=run, key=key)
         corrupt(_sequence_fault(sequence, thinking))
         trajectories.append(_trajectory(sequence, thinking))
     prompt = np.frombuffer(raw.prompt, "<i4")
@@ -390,15 +417,18 @@ def _head_excess(raw: _Group, limits: GroupLimits) -> str:
     return ""
 
 
-def _length_fault(sequence: _Sequence) -> str:
+def _length_fault(sequence: _PairedSequence) -> str:
     count = len(sequence.mask)
     if {len(sequence.tokens), len(sequence.logprobs), len(sequence.versions)} != {4 * count}:
         return "arrays that differ in length"
+    if sequence.better is not None and len(sequence.better.tokens) % 4:
+        return "a better answer that is not tokens"
     return "a prompt that is not tokens" if len(sequence.prompt) % 4 else ""
 
 
-def _excess(sequence: _Sequence, limits: GroupLimits) -> str:
-    if len(sequence.mask) > limits.tokens:
+def _excess(sequence: _PairedSequence, limits: GroupLimits) -> str:
+    better = 0 if sequence.better is None else len(sequence.better.tokens)
+    if max(len(sequence.mask), better // 4) > limits.tokens:
         return f"a sequence of more than {limits.tokens} tokens"
     if len(sequence.prompt) > 4 * limits.prompt:
         return f"a prompt of more than {limits.prompt} tokens"
@@ -407,7 +437,7 @@ def _excess(sequence: _Sequence, limits: GroupLimits) -> str:
     return ""
 
 
-def _trajectory(sequence: _Sequence, thinking: _Thinking | None) -> Trajectory:
+def _trajectory(sequence: _PairedSequence, thinking: StoredThinking | None) -> Trajectory:
     """The trajectory, whose arrays are views of the object."""
     return Trajectory(
         np.frombuffer(sequence.tokens, "<i4"),
@@ -424,6 +454,9 @@ def _trajectory(sequence: _Sequence, thinking: _Thinking | None) -> Trajectory:
         sequence.routes,  # type: ignore[arg-type]
         _read_thinking(thinking),
         None if sequence.reuse is None else Reuse(sequence.reuse.source, sequence.reuse.count),
+        None
+        if sequence.better is None
+        else BetterAnswer(np.frombuffer(sequence.better.tokens, "<i4"), sequence.better.weight),
     )
 
 
@@ -441,6 +474,9 @@ def _owning(group: Group) -> Group:
                 mask_T=_copied(t.mask_T),
                 prompt=None if t.prompt is None else _copied(t.prompt),
                 routes=bytes(t.routes),
+                better=None
+                if t.better is None
+                else replace(t.better, tokens_T=_copied(t.better.tokens_T)),
             )
             for t in group.trajectories
         ],
@@ -466,7 +502,19 @@ def _group_fault(group: Group) -> str:
         first.setdefault(t.episode, place)
     same = _SamePrompts(group)
     faults = (_reuse_fault(group, place, first, same) for place in range(len(group.trajectories)))
-    return next(filter(None, faults), "")
+    return next(filter(None, faults), "") or _pair_fault(group)
+
+
+def _pair_fault(group: Group) -> str:
+    counts = Counter(t.episode for t in group.trajectories)
+    for t in group.trajectories:
+        if t.better is None:
+            continue
+        if t.cause or t.episode < 0 or counts[t.episode] > 1 or not t.mask_T.all():
+            return "a better answer of an episode that is not one drawn answer"
+        if not len(t.better.tokens_T) or (t.better.tokens_T < 0).any():
+            return "a better answer without tokens, or with a negative one"
+    return ""
 
 
 class _SamePrompts:
@@ -516,7 +564,7 @@ def _reuse_fault(
     return ""
 
 
-def _sequence_fault(sequence: _Sequence, thinking: _Thinking | None) -> str:
+def _sequence_fault(sequence: _PairedSequence, thinking: StoredThinking | None) -> str:
     mask = np.frombuffer(sequence.mask, "u1")
     if mask.max(initial=0) != 1 and not (sequence.cause and not mask.any()):
         return "a trajectory has no token that the model drew"
@@ -534,57 +582,11 @@ def _sequence_fault(sequence: _Sequence, thinking: _Thinking | None) -> str:
         return "a prompt that is not tokens"
     if thinking is not None:
         reused = 0 if sequence.reuse is None else sequence.reuse.count
-        return _thinking_fault(thinking, mask, sequence.turns, reused)
+        return thinking_fault(thinking, mask, sequence.turns, reused)
     return ""
 
 
-def _thinking_fault(thinking: _Thinking, mask: NDArray[np.uint8], turns: int, reused: int) -> str:
-    if len(thinking.forced) % 8:
-        return "ranges of inserted tokens that are not pairs"
-    end = 0
-    for start, stop in np.frombuffer(thinking.forced, "<i4").reshape(-1, 2).tolist():
-        if not end <= start < stop <= len(mask) or mask[start:stop].any():
-            return "ranges of inserted tokens that are not ranges of other tokens"
-        end = stop
-    if len(thinking.turns) > turns:
-        return "the thinking of more turns than there are"
-    if sum(turn.thought for turn in thinking.turns) > reused + int((mask == 1).sum()):
-        return "more tokens of thinking than were drawn"
-    return ""
-
-
-def _packed_thinking(thinking: Thinking | None) -> msgspec.Raw:
-    if thinking is None:
-        return msgspec.Raw(_NIL)
-    turns = [_ThinkingTurn(thought, ended) for thought, ended in thinking.turns]  # type: ignore[arg-type]
-    forced = np.array(thinking.forced, "<i4").reshape(-1, 2).tobytes()
-    return msgspec.Raw(encode_packed(_Thinking(thinking.budget, turns, forced)))
-
-
-def _outline(raw: msgspec.Raw, *, run: str, key: str) -> _ThinkingOutline | None:
-    if bytes(memoryview(raw)[:1]) == _NIL:
-        return None
-    return decode_packed(memoryview(raw), _ThinkingOutline, run=run, key=key)
-
-
-def _declared(thinking: _ThinkingOutline) -> int:
-    """How many turns and ranges are declared; 0 turns for a value that is no array."""
-    head = bytes(memoryview(thinking.turns)[:5])
-    turns = 0
-    if head[0] & 0xF0 == 0x90:
-        turns = head[0] & 0x0F
-    elif head[0] in (0xDC, 0xDD):
-        turns = int.from_bytes(head[1 : 3 if head[0] == 0xDC else 5], "big")
-    return turns + len(thinking.forced) // 8
-
-
-def _decoded_thinking(raw: msgspec.Raw, *, run: str, key: str) -> _Thinking | None:
-    if _outline(raw, run=run, key=key) is None:
-        return None
-    return decode_packed(memoryview(raw), _Thinking, run=run, key=key)
-
-
-def _read_thinking(raw: _Thinking | None) -> Thinking | None:
+def _read_thinking(raw: StoredThinking | None) -> Thinking | None:
     if raw is None:
         return None
     ranges = np.frombuffer(raw.forced, "<i4").reshape(-1, 2).tolist()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from deltawire.store import Bucket
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.wire import keys
 from deltawire.wire.reference_scores import ReferenceScores, decode_scores, encode_scores
-from deltawire.wire.rollouts import Group, decode_group
+from deltawire.wire.rollouts import LIVE_TASK, BetterAnswer, Group, decode_group
 
 VERSIONS = 3
 GROUPS = 2 * VERSIONS
@@ -41,7 +43,14 @@ def group(number: int) -> Group:
     return made_up_group(number, failed=(1, 0))
 
 
-def start(folder: Path, *, mode: str = "process", model: str = "", **loss: Any) -> Bucket:
+def start(
+    folder: Path,
+    *,
+    mode: str = "process",
+    model: str = "",
+    made: Callable[[int], Group] = group,
+    **loss: Any,
+) -> Bucket:
     train = {
         "versions": VERSIONS,
         "groups_per_step": 2,
@@ -52,7 +61,7 @@ def start(folder: Path, *, mode: str = "process", model: str = "", **loss: Any) 
         "loss": {"kl": "k2", "kl_coefficient": 0.5, **loss},
     }
     reference = {"mode": mode, "model": model}
-    return start_with_groups(folder, groups=GROUPS, train=train, group=group, reference=reference)
+    return start_with_groups(folder, groups=GROUPS, train=train, group=made, reference=reference)
 
 
 @pytest.fixture
@@ -98,6 +107,44 @@ def test_a_trainer_trains_with_the_scores_and_recomputes_with_them(bucket, tmp_p
     assert penalties(bucket) == pytest.approx(penalties(same), rel=1e-3, abs=1e-6)
     assert penalties(bucket)[0] == pytest.approx(0, abs=1e-6)
     assert penalties(bucket)[-1] > 1e-4
+
+
+@pytest.mark.drills
+def test_better_answers_are_scored_too(tmp_path):
+    """Training with the scores is training with the model, and is recomputed from them."""
+
+    def paired(number: int) -> Group:
+        made = group(number)
+        trajectories = [
+            t if t.cause or place % 2 else replace(
+                t, episode=place, better=BetterAnswer(t.tokens_T[::-1][:4].copy(), 0.5)
+            )
+            for place, t in enumerate(made.trajectories)
+        ]  # fmt: skip
+        return replace(made, task=LIVE_TASK, trajectories=trajectories)
+
+    losses: dict[str, list[float]] = {}
+    for mode in ("process", "sleeping"):
+        loss = {"kl": "none", "advantage": "given", "preference": {"kind": "dpo", "beta": 1.0}}
+        folder = tmp_path / mode
+        folder.mkdir()
+        bucket = start(folder, mode=mode, made=paired, **loss)
+        if mode == "process":
+            assert scorer_of(bucket).round() == GROUPS
+            scores = read_scores(bucket, scored(bucket)[0])
+            assert len(scores.logprobs) > len(paired(0).trajectories)
+        trainer = trainer_of(bucket)
+        trainer.loop()
+        trainer.process.events.flush()
+        assert verify_training(bucket).exact
+        losses[mode] = [e.loss for e in EventTail(bucket).read() if isinstance(e, Step)]
+    assert losses["process"] == pytest.approx(losses["sleeping"], rel=1e-3, abs=1e-6)
+
+
+def read_scores(bucket: Bucket, key: str) -> ReferenceScores:
+    data = bucket.get(key, limit=1 << 20)
+    assert data is not None
+    return decode_scores(data, run=bucket.url, key=key)
 
 
 def test_a_killed_reference_scores_nothing_twice(bucket, monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deltawire.errors import CorruptError
-from deltawire.wire.rollouts import Group, Trajectory, decode_group, encode_group
+from deltawire.wire.rollouts import BetterAnswer, Group, Trajectory, decode_group, encode_group
 
 
 def trajectory(tokens=(5, 6, 7), logprobs=(-0.5, -1.0, 0.0), versions=(3, 4, 4), mask=(1, 0, 1)):
@@ -108,6 +108,53 @@ def test_an_episode_that_failed_may_be_empty():
     assert back.oldest_version == back.newest_version == -1
     assert back.largest_token == 3
     assert decode(encode_group(group(failed, trajectory()))).oldest_version == 3
+
+
+def test_a_better_answer_comes_back_and_the_others_keep_their_bytes():
+    drawn = replace(trajectory(mask=(1, 1, 1)), episode=0)
+    better = BetterAnswer(np.array([9, 2], np.int32), 0.25)
+    plain, paired = group(drawn, trajectory()), group(replace(drawn, better=better), trajectory())
+    back = decode(encode_group(paired))
+    assert same(back, plain)
+    found = back.trajectories[0].better
+    assert found is not None
+    assert (found.tokens_T.tolist(), found.weight) == ([9, 2], 0.25)
+    assert back.largest_token == 9
+    assert back.tokens == plain.tokens
+    one, other = (msgspec.msgpack.decode(encode_group(g))["sequences"] for g in (plain, paired))
+    assert [len(sequence) for sequence in one] == [14, 14]
+    assert other == [[*one[0], [np.array([9, 2], "<i4").tobytes(), 0.25]], one[1]]
+    assert decode(encode_group(plain)).trajectories[0].better is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"episode": -1}, "not one drawn answer"),
+        ({"mask_T": np.array([1, 0, 1], np.uint8)}, "not one drawn answer"),
+        ({"cause": "forgotten", "reward": 0.0}, "not one drawn answer"),
+        ({"tokens": []}, "without tokens"),
+        ({"tokens": [3, -1]}, "with a negative one"),
+        ({"weight": 1.5}, "Expected `float` <= 1.0"),
+        ({"weight": float("nan")}, "Expected `float`"),
+    ],
+)
+def test_a_false_better_answer_is_refused(change, reason):
+    tokens = np.array(change.pop("tokens", [9, 2]), np.int32)
+    better = BetterAnswer(tokens, change.pop("weight", 1.0))
+    drawn = replace(trajectory(mask=(1, 1, 1)), episode=0, better=better)
+    sound = BetterAnswer(np.array([9], np.int32), 1.0)
+    assert decode(encode_group(group(replace(drawn, better=sound))))
+    assert reason in refused(group(replace(drawn, **change)))
+
+
+def test_a_better_answer_of_one_of_several_segments_is_refused():
+    better = BetterAnswer(np.array([9], np.int32), 1.0)
+    first = replace(trajectory(mask=(1, 1, 1)), episode=0)
+    assert "not one drawn answer" in refused(group(first, replace(first, better=better)))
+    raw = msgspec.msgpack.decode(encode_group(group(replace(first, better=better))))
+    raw["sequences"][0][14][0] += b"\0"
+    assert "not tokens" in refused(msgspec.msgpack.encode(raw))
 
 
 def test_a_group_of_the_first_release_is_read():

@@ -27,7 +27,15 @@ from deltawire.wire import keys
 from deltawire.wire.ledger import GROUP_HASH_DIGITS
 from deltawire.wire.lineage import MAX_FORGOTTEN_BYTES, Forgotten
 from deltawire.wire.objects import decode_json
-from deltawire.wire.rollouts import LIVE_TASK, Group, Reuse, Thinking, Trajectory, encode_group
+from deltawire.wire.rollouts import (
+    LIVE_TASK,
+    BetterAnswer,
+    Group,
+    Reuse,
+    Thinking,
+    Trajectory,
+    encode_group,
+)
 from deltawire.wire.run import Run
 
 FILE_TOKENS = 8 << 20
@@ -189,6 +197,8 @@ def rows_of(
             "forced": list(chain(*one.thinking.forced)) if one.thinking else [],
             "reuse_source": one.reuse and one.reuse.source,
             "reuse_count": one.reuse and one.reuse.count,
+            "better": one.better and one.better.tokens_T,
+            "better_weight": one.better and one.better.weight,
             "group_prompt": group.prompt if number == 0 and one.prompt is not None else None,
         }
         for number, one in enumerate(group.trajectories)
@@ -235,6 +245,9 @@ def _trajectory(row: Row) -> Trajectory:
         routes=row["routes"],
         thinking=thinking,
         reuse=None if source is None else Reuse(source, row["reuse_count"]),
+        better=None
+        if row["better"] is None
+        else BetterAnswer(np.array(row["better"], np.int32), row["better_weight"]),
     )
 
 
@@ -305,6 +318,8 @@ def _schema(arrow: Any) -> Any:
         "forced": tokens,
         "reuse_source": arrow.int32(),
         "reuse_count": arrow.int32(),
+        "better": tokens,
+        "better_weight": arrow.float64(),
         "nonce": text,
     }.items()
     return arrow.schema(list(fields))

@@ -17,6 +17,7 @@ from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import GROUP_HASH_DIGITS
 from deltawire.wire.rollouts import (
+    LIVE_TASK,
     MAX_GROUP_BYTES,
     MAX_THINKING,
     MAX_TRAJECTORIES,
@@ -50,7 +51,8 @@ class Bounds:
     A group that exceeds them was not made by an honest worker of this run: it would stop the
     trainer, or dominate the step of all groups that it is trained on with. ``drawn`` and ``turns``
     bound the tokens and the turns of one episode, ``routes`` the bytes of one trajectory's expert
-    choices; ``budgets`` are those of thinking that the run has.
+    choices; ``budgets`` are those of thinking that the run has. ``pairs`` says that it trains on
+    better answers, which only a learner's groups have.
     """
 
     vocabulary: int
@@ -63,6 +65,7 @@ class Bounds:
     routes: int = 1 << 31
     budgets: frozenset[int] = frozenset()
     sharing: int = 1
+    pairs: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, vocabulary: int) -> Bounds:
@@ -83,6 +86,7 @@ class Bounds:
             0 if config.parity.routes == "off" else rollout.context * MAX_ROUTE_BYTES,
             frozenset() if rollout.thinking is None else rollout.thinking.allowed,
             sharing_of(rollout),
+            config.train.loss.preference.kind != "none",
         )
 
     @property
@@ -99,8 +103,9 @@ class Bounds:
         """The most bytes of a group's object within the bounds: checked before it is read."""
         parts = min(self.episodes * self.turns, MAX_TRAJECTORIES)
         routes, turns = min(self.routes, MAX_GROUP_BYTES), min(self.turns, MAX_GROUP_BYTES)
-        # Of a token 13 bytes: id, log-probability, version and mask; 4 in a prompt.
-        part = 17 * self.context + routes + 32 * turns + _PART_BYTES
+        # Of a token 13 bytes: id, log-probability, version and mask; 4 in a prompt, and 4 in a
+        # better answer.
+        part = (21 if self.pairs else 17) * self.context + routes + 32 * turns + _PART_BYTES
         failed = (min(self.episodes, MAX_TRAJECTORIES) + 1) * 4 * MAX_FAILED_PROMPT
         return min(parts * part + failed, MAX_GROUP_BYTES)
 
@@ -124,6 +129,11 @@ class Bounds:
             turns[episode] += t.turns
             if fault := self._fault_of(t, len(group.prompt_of(t))):
                 return fault
+            if t.better is not None:
+                if not self.pairs or group.task != LIVE_TASK:
+                    return "a better answer, which this run does not train on"
+                if len(t.better.tokens_T) + len(group.prompt_of(t)) > self.context:
+                    return f"a better answer of more than {self.context} tokens"
         if max(drawn.values(), default=0) > self.drawn:
             return f"an episode of more than {self.drawn} drawn tokens"
         if max(turns.values(), default=0) > self.turns:

@@ -26,6 +26,7 @@ from deltawire.store.parallel import in_parallel
 from deltawire.sync import newest_version
 from deltawire.train.batch import collate
 from deltawire.train.budget import divide
+from deltawire.train.loss.preference import with_better_answers
 from deltawire.train.policy import TrainedPolicy
 from deltawire.wire import keys
 from deltawire.wire.reference_scores import ReferenceScores, encode_scores
@@ -137,7 +138,9 @@ class GroupScorer:
 
     @torch.no_grad()
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Log-probabilities of each trajectory: float32[T], [0] for one that is not trained on."""
+        """Log-probabilities of each trajectory, and of the better answers after them: float32[T],
+        [0] for one that is not trained on."""
+        (group,) = with_better_answers([group])
         found = [np.zeros(0, np.float32) for _ in group.trajectories]
         (batches,) = divide(
             [group], budget=self._config.train.max_tokens_per_batch, packed=self._policy.packs

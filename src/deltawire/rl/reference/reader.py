@@ -12,6 +12,7 @@ from deltawire.errors import CorruptError, RetryError
 from deltawire.rl.control.rollout_buffer import BufferedGroup
 from deltawire.runtime.process import Process
 from deltawire.store import Bucket
+from deltawire.train.loss.preference import with_better_answers
 from deltawire.train.reference import RecordedReference, Reference
 from deltawire.wire import keys
 from deltawire.wire.reference_scores import (
@@ -90,6 +91,7 @@ class ReferenceReader:
 
     def _check(self, scores: ReferenceScores, one: BufferedGroup, key: str) -> None:
         fault = ""
+        (group,) = with_better_answers([one.group])
         if scores.run != self._run.id:
             fault = "scores of another run"
         elif (scores.worker, scores.sequence) != (one.group.worker, one.sequence):
@@ -98,12 +100,12 @@ class ReferenceReader:
             fault = "scores of other bytes than the group's"
         elif self._model and scores.model != self._model:
             fault = f"scores by the model {scores.model}, not by {self._model}"
-        elif len(scores.logprobs) != len(one.group.trajectories):
+        elif len(scores.logprobs) != len(group.trajectories):
             fault = "scores of another number of trajectories"
         else:
-            trained = {place for place, _, _ in one.group.trained()}
+            trained = {place for place, _, _ in group.trained()}
             for place, (bits, t) in enumerate(
-                zip(scores.logprobs, one.group.trajectories, strict=True)
+                zip(scores.logprobs, group.trajectories, strict=True)
             ):
                 if len(bits) != (4 * len(t.tokens_T) if place in trained else 0):
                     fault = "scores of another number of tokens"

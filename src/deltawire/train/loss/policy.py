@@ -89,7 +89,8 @@ def policy_loss(config: LossConfig, inputs: LossInputs, totals: Totals) -> Polic
     custom surrogate that cannot be used.
     """
     inputs = replace(inputs, ratio_base=config.ratio_base, kto=config.kto)
-    if config.needs_reference and inputs.reference_NC is None:
+    compared = config.kl != "none" or config.traits.good_or_bad
+    if compared and inputs.reference_NC is None:
         key = f"kl = {config.kl}" if config.kl != "none" else f"surrogate = {config.surrogate}"
         raise InputError(
             f"train.loss.{key} needs the log-probabilities of a reference",

@@ -19,7 +19,14 @@ from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.lineage import Forgotten, LearnedAnswer, Lineage
 from deltawire.wire.objects import encode_json
 from deltawire.wire.retained import Retained
-from deltawire.wire.rollouts import Group, Reuse, Thinking, Trajectory, encode_group
+from deltawire.wire.rollouts import (
+    BetterAnswer,
+    Group,
+    Reuse,
+    Thinking,
+    Trajectory,
+    encode_group,
+)
 
 pytest.importorskip("pyarrow")
 
@@ -64,6 +71,7 @@ def odd_group(rng, worker="w0"):
             trajectory(rng, 4, episode=3, reward=0.25, routes=b"\x00\xff"),
             Trajectory(empty, empty.astype(np.float32), empty, empty.astype(np.uint8), 0.0, "error",
                        cause="the grader failed"),
+            trajectory(rng, 3, episode=9, better=BetterAnswer(own, 0.25)),
         ],
         "family",
     )  # fmt: skip
@@ -102,17 +110,17 @@ def trained(tmp_path):
 
 def test_every_group_comes_back_to_the_byte(trained, tmp_path):
     found = trained.export(tmp_path / "out", file_tokens=50)
-    assert (found.groups, found.rows, found.versions) == (6, 36, 3)
+    assert (found.groups, found.rows, found.versions) == (6, 42, 3)
     assert len(found.files) > 1
     rows = open_rows(tmp_path / "out")
     assert len(rows) == found.rows
-    assert sum(len(rows[n]["tokens"]) for n in range(len(rows))) == found.tokens == 6 * 25
+    assert sum(len(rows[n]["tokens"]) for n in range(len(rows))) == found.tokens == 6 * 28
     again = {
         (group.worker, sequence): encode_group(group)
         for group, sequence, _ in read_groups(tmp_path / "out")
     }
     assert again == trained.groups
-    assert [rows[n]["version"] for n in range(0, 36, 12)] == [1, 2, 3]
+    assert [rows[n]["version"] for n in range(0, 42, 14)] == [1, 2, 3]
 
 
 def test_the_library_for_datasets_reads_every_row(trained, tmp_path, monkeypatch):
@@ -132,7 +140,7 @@ def test_a_range_of_versions_is_written(trained, tmp_path, capsys):
     place = str(tmp_path / "out")
     words = ["dataset", trained.bucket.url, "--to", place]
     assert main([*words, "--first", "2", "--last", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == 12
+    assert json.loads(capsys.readouterr().out)["rows"] == 14
     assert {sequence for _, sequence, _ in read_groups(tmp_path / "out")} == {2}
     assert main(words) == 2
     assert "is not empty" in capsys.readouterr().err
@@ -140,7 +148,7 @@ def test_a_range_of_versions_is_written(trained, tmp_path, capsys):
     assert main(["dataset", trained.bucket.url, "--to", place + "2", "--first", "9"]) == 2
     assert "there is no group to write" in capsys.readouterr().err
     assert main(["dataset", trained.bucket.url, "--to", place + "3"]) == 0
-    assert "trajectories: 36 of 6 groups" in capsys.readouterr().out
+    assert "trajectories: 42 of 6 groups" in capsys.readouterr().out
 
 
 def test_groups_of_forgotten_users_are_left_out(trained, tmp_path):
