@@ -19,6 +19,7 @@ KNOWN_RANGES: Final[Mapping[str, Range]] = {
     "reject": (1.0, 0.0),
     "thumbs": (-1.0, 1.0),
     "kept_share": (0.0, 1.0),
+    "edit": (1.0, 0.0),
     "detected_dissatisfaction": (1.0, 0.0),
     "detected_retry": (1.0, 0.0),
     "detected_rephrase": (1.0, 0.0),

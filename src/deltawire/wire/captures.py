@@ -29,7 +29,9 @@ MAX_TEXT = 64
 Kind = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
 """A kind of feedback: one of `KINDS`, ``event_…`` for an event of the product, or ``detected_…``
 for a signal that a detector found."""
-KINDS = ("accept", "reject", "thumbs", "score", "edit_distance", "kept_share")
+KINDS = ("accept", "reject", "thumbs", "score", "edit_distance", "kept_share", "edit")
+MAX_EDIT = 1 << 15
+"""Characters of the text of an edit, at most."""
 Source = Literal["client", "webhook", "detector"]
 Mark = Literal["refusal", "question", "hedging", "repetition"]
 FAILED, LEFT, TIMED_OUT = "error", "left", "timeout"
@@ -147,7 +149,8 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``id`` is the client's, or follows from the content; a gateway keeps one report of a user for
     each, by `identity`.
     ``at`` is when the reported thing happened and ``received`` when the gateway took the report,
-    both in seconds since 1970. The other members are the receipt's.
+    both in seconds since 1970. ``text`` is the better answer of an ``edit``, empty if it may not be
+    stored. The other members are the receipt's.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -163,6 +166,7 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     served_at: float
     recorded: bool = True
     note: Annotated[str, Meta(max_length=512)] = ""
+    text: Annotated[str, Meta(max_length=MAX_EDIT)] = ""
 
     @property
     def identity(self) -> tuple[Source, str]:

@@ -136,7 +136,11 @@ def test_of_an_answer_that_may_not_be_stored_only_what_judges_it_is(tmp_path, mo
             assert status == 200
             receipt = json.loads(data)["deltawire"]["receipt"]
             await gateway.report(receipt, id=PLANTED, note=PLANTED)
-            (row,), (report,) = await gateway.uploaded()
+            edit = await gateway.report(receipt, kind="edit", value=1, id="e", text=PLANTED)
+            assert edit[0] == 200
+            (row,), reports = await gateway.uploaded()
+            report, edited = sorted(reports, key=lambda one: one.kind, reverse=True)
+            assert (edited.kind, edited.text) == ("edit", "")
             assert stored_fields(row) == {
                 "answer", "conversation", "turn", "user", "arm", "propensity", "at", "receipt",
                 "finish", "spans", "unusable", "first_s", "total_s",

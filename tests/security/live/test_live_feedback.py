@@ -27,6 +27,7 @@ from deltawire.live.learning.learner import LiveGroups
 from deltawire.live.learning.records import LiveRecords
 from deltawire.rl.control.lineages import read_lineages
 from deltawire.testing.tiny import start_run
+from deltawire.wire.captures import MAX_EDIT
 from deltawire.wire.receipts import read_receipt, seal_receipt
 
 PLANTED = "planted-text-4711"
@@ -82,6 +83,35 @@ def test_a_retry_is_one_report_and_other_content_is_a_conflict(serve):
         assert {status for status, _ in together} == {200}
         _, rows = await at.uploaded()
         assert sorted(row.id for row in rows) == sorted(["click-1", "click-2", unnamed[0][1]["id"]])
+
+    serve(scenario)
+
+
+def test_an_edit_has_a_text_within_its_limit_and_no_other_kind_has(serve):
+    async def scenario(at):
+        text = await at.receipt()
+        edit = {"kind": "edit", "value": 1}
+        assert (await at.report(text, **edit, id="e", text="better"))[0] == 200
+        assert (await at.report(text, **edit, id="e", text="better"))[0] == 200
+        assert (await at.report(text, **edit, id="e", text="other"))[0] == 409
+        longest = "\u00e4" * MAX_EDIT  # Two bytes each; more than the body may have, as \\u00e4.
+        status, data, _ = await at.call(
+            "POST", "/v1/feedback", headers={"Content-Type": "application/json"},
+            data=msgspec.json.encode({"receipt": text, "kind": "edit", "text": longest[:-9999]}),
+        )  # fmt: skip
+        assert (status, data[:6]) == (200, b'{"id":')
+        refused = [
+            await at.report(text, **edit, text=""),
+            await at.report(text, **edit, text=" \n"),
+            await at.report(text, **edit, text="x" * (MAX_EDIT + 1)),
+            await at.report(text, **{**edit, "value": 2}, text="better"),
+            await at.report(text, kind="thumbs", text="better"),
+        ]
+        assert [status for status, _ in refused] == [400] * 5
+        assert "an edit has no text" in refused[0][1]["error"]["message"]
+        assert "thumbs has no text" in refused[4][1]["error"]["message"]
+        _, rows = await at.uploaded()
+        assert {row.text for row in rows} == {"better", longest[:-9999]}
 
     serve(scenario)
 

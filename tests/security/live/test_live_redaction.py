@@ -233,3 +233,28 @@ def test_deep_and_nested_values_are_flat():
     assert flat_text('{"a": "{\\"b\\": \\"\\\\u0041\\"}"}').endswith("b: A")
     assert flat_text({"n": 1.5, "yes": True, "no": None, "e": []}) == "n: 1.5\nyes:\nno:\ne:"
     del deep
+
+
+def test_an_edit_that_redaction_changes_or_cannot_check_has_no_text(tmp_path, monkeypatch):
+    def redact(texts):
+        if "fail" in texts[0]:
+            raise ValueError(texts[0])
+        return [text.replace(PLANTED, "<NAME>") for text in texts]
+
+    bucket = published(1)
+
+    async def whole():
+        async with live_serving(bucket, tmp_path / "state", monkeypatch, redact=redact) as at:
+            texts = {"plain": "better", "changed": f"by {PLANTED}", "failed": f"fail {PLANTED}"}
+            for name, text in texts.items():
+                receipt = await at.receipt()
+                answer = await at.report(receipt, kind="edit", value=1, id=name, text=text)
+                assert answer == (200, {"id": name})
+            _, rows = await at.uploaded()
+            kept = {row.id: row.text for row in rows if row.kind == "edit"}
+            assert kept == {"plain": "better", "changed": "", "failed": ""}
+            held = [bucket.get(key, limit=1 << 30) for key in bucket.list("live/")]
+            files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+            assert not any(PLANTED.encode() in place for place in (*held, *files))
+
+    asyncio.run(whole())

@@ -60,8 +60,9 @@ class FeedbackClient:
         *,
         id: str = "",  # noqa: A002 - the name of the request's member
         at: float | None = None,
+        text: str = "",
     ) -> str:
-        """Sends one report and returns its id.
+        """Sends one report and returns its id. ``text`` is the better answer of an ``edit``.
 
         Raises `InputError` if the gateway refuses it and `RetryError` if it does not answer.
         """
@@ -69,6 +70,8 @@ class FeedbackClient:
         body["id"] = id or f"py-{uuid.uuid4().hex}"
         if at is not None:
             body["at"] = at
+        if text:
+            body["text"] = text
         data = json.dumps(body).encode()
         for attempt in range(self._attempts):
             try:

@@ -18,7 +18,7 @@ from deltawire.live.capture.redaction import Redaction
 from deltawire.live.capture.spool import Spool
 from deltawire.live.feedback.identities import ReportIdentities
 from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackRefusal
-from deltawire.wire.captures import KINDS, Feedback, Source, encode_row
+from deltawire.wire.captures import KINDS, MAX_EDIT, Feedback, Source, encode_row
 from deltawire.wire.objects import prepared
 from deltawire.wire.receipts import MAX_RECEIPT_CHARACTERS, Receipt, ReceiptKeys, read_receipt
 
@@ -33,6 +33,7 @@ _RANGES = {
     "score": (-1e6, 1e6),
     "edit_distance": (0.0, 1e6),
     "kept_share": (0.0, 1.0),
+    "edit": (0.0, 1.0),
 }
 
 
@@ -45,6 +46,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
     id: Annotated[str, Meta(max_length=128)] = ""
     at: float | None = None
     note: Annotated[str, Meta(max_length=512)] = ""
+    text: Annotated[str, Meta(max_length=MAX_EDIT)] = ""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,12 @@ class FeedbackIntake:
             raise UnknownReceiptError
         if report.note:  # A note that cannot be redacted is left out; the report counts without.
             report.note = "".join((await self._redaction.apply([report.note])).texts or ())[:512]
+        given = report.text
+        if given:  # Tokens are trained on as they were written, or not at all.
+            redacted = await self._redaction.apply([given])
+            report.text = given if redacted.texts is not None and not redacted.changed else ""
         try:
+            _check_text(report.kind, given)
             row = _feedback(report, receipt, source)
         except InputError:
             self.counts["invalid"] += 1
@@ -202,6 +209,7 @@ def _feedback(report: Report, receipt: Receipt, source: Source) -> Feedback:
         served_at=receipt.at,
         recorded=receipt.recorded,
         note=report.note,
+        text=report.text,
     )
     if report.id:
         return row
@@ -211,15 +219,27 @@ def _feedback(report: Report, receipt: Receipt, source: Source) -> Feedback:
 
 def _kept(row: Feedback) -> Feedback:
     """Returns what is stored of a report. Of one about an answer that may not be stored that is
-    neither the note nor the client's id, which may be any text, nor the conversation."""
+    neither the note, nor the text of an edit, nor the client's id, which may be any text, nor the
+    conversation."""
     if row.recorded:
         return row
     name = blake3(f"{row.answer}\0{row.id}".encode()).hexdigest()[:32]
-    return msgspec.structs.replace(row, id=f"hidden-{name}", conversation=row.answer, note="")
+    return msgspec.structs.replace(
+        row, id=f"hidden-{name}", conversation=row.answer, note="", text=""
+    )
 
 
 def _content(row: Feedback, report: Report) -> bytes:
-    return msgspec.msgpack.encode([row.answer, row.kind, row.value, report.at, row.note])
+    content = [row.answer, row.kind, row.value, report.at, row.note]
+    return msgspec.msgpack.encode([*content, row.text] if row.text else content)
+
+
+def _check_text(kind: str, text: str) -> None:
+    """Raises `InputError` for an edit without its text, and for a text of another kind."""
+    if kind == "edit" and not text.strip():
+        raise InputError("an edit has no text", hint="send the better answer as text")
+    if kind != "edit" and text:
+        raise InputError(f"feedback of the kind {kind} has no text", hint='send kind "edit"')
 
 
 def _value(kind: str, given: float | bool | str) -> float:
