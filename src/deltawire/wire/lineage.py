@@ -24,7 +24,8 @@ _Finite = Annotated[float, Meta(ge=-1e9, le=1e9)]
 class LearnedAnswer(msgspec.Struct, frozen=True, array_like=True):
     """One answer of a group: its reward before any baseline, the advantage that was trained on,
     the cap's ``weight`` from 0 to 1, the seconds from serving to grouping, and whether it was
-    trained on as silence."""
+    trained on as silence. ``edit`` names the report whose text is its better answer: the first 16
+    bytes of the BLAKE3 of source and id with a zero byte between them, in hexadecimal digits."""
 
     answer: Identity
     user: Pseudonym
@@ -33,6 +34,7 @@ class LearnedAnswer(msgspec.Struct, frozen=True, array_like=True):
     weight: Annotated[float, Meta(ge=0, le=1)]
     age_s: Annotated[float, Meta(ge=0, le=1e12)]
     silent: bool = False
+    edit: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
 
 
 class Correction(msgspec.Struct, frozen=True, array_like=True):
@@ -63,9 +65,10 @@ class Lineage(
 
 
 def without_users(lineage: Lineage, users: Container[str]) -> Lineage:
-    """Returns the lineage without the pseudonyms of these users; their rewards stay."""
+    """Returns the lineage without the pseudonyms of these users and the names of their edits;
+    their rewards stay."""
     answers = [
-        msgspec.structs.replace(one, user="") if one.user and one.user in users else one
+        msgspec.structs.replace(one, user="", edit="") if one.user and one.user in users else one
         for one in lineage.answers
     ]
     return msgspec.structs.replace(lineage, answers=answers)

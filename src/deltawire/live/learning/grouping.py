@@ -8,9 +8,10 @@ them as they are. So the trainer, its ledger and its recomputing of steps are th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from deltawire.live.learning.advantages import (
 )
 from deltawire.live.learning.choosing import Turns, choose
 from deltawire.live.learning.corrections import Corrections
+from deltawire.live.learning.edits import EDIT, EditEncoder, edit_name, newest_edit
 from deltawire.live.learning.influence import age_weights, cap_influence, influence_sizes
 from deltawire.live.learning.records import LiveRecords
 from deltawire.live.learning.rewards import RewardRules, values_of
@@ -33,7 +35,7 @@ from deltawire.live.learning.window import DelayModel, JoinWindow, fit_delays, s
 from deltawire.rl.control.rollout_reader import Bounds
 from deltawire.wire.captures import Capture, Feedback
 from deltawire.wire.lineage import LearnedAnswer, Lineage
-from deltawire.wire.rollouts import LIVE_TASK, Group, Trajectory
+from deltawire.wire.rollouts import LIVE_TASK, BetterAnswer, Group, Trajectory
 
 FITTED = 5000
 """The delays are fitted to at most this many answers of the last two windows."""
@@ -44,7 +46,7 @@ LEAST_MOVED = 0.05
 """A group is made if the mean of weight · |advantage| is as large; that of equal answers is 1."""
 LEFT_OUT = (
     "waiting", "censored", "unusable", "expired", "others", "stale", "faded", "neutral",
-    "over_share",
+    "over_share", "unpaired",
 )  # fmt: skip
 """The states of answers that no group takes now, and that are named when a group lacks answers."""
 
@@ -59,6 +61,9 @@ class MaturedAnswer:
     age_s: float
     matured_at: float = 0.0
     silent: bool = False
+    judged: bool = True
+    """False if only an edit is known of it: it is in a pair, and has no advantage."""
+    edit: Feedback | None = None
 
     @property
     def user(self) -> str:
@@ -101,13 +106,15 @@ class GroupMaker:
     """Joins answers and feedback by a run's rules, and makes groups of what matured.
 
     ``claimed`` are the answers of lineages, and ``owns`` tells which answers are this learner's to
-    take (`deltawire.live.learning.owners`). ``delays`` is the last fit, and ``states`` counts the
+    take (`deltawire.live.learning.owners`). ``edits`` encodes better answers, None for a run that
+    does not train on pairs. ``delays`` is the last fit, and ``states`` counts the
     answers of the last `prepare` by state: those of the join window, and ``unusable``, ``expired``
     (older than ``max_age_s``), ``late`` (reports after the window about answers that were trained
     on), ``corrected`` (trained answers whose reward is another one by now), and of the matured ones
     ``others`` (those that another learner owns), ``stale`` (drawn by a version that is too old),
-    ``faded`` (older than `FADED` half-lives), ``neutral`` (of reward 0, with the baseline ``sign``)
-    and ``over_share`` (of users who had their share for now). ``lacks`` says why
+    ``faded`` (older than `FADED` half-lives), ``neutral`` (of reward 0, with the baseline
+    ``sign``), ``unpaired`` (without an edit, where only pairs are trained on) and ``over_share``
+    (of users who had their share for now). ``lacks`` says why
     the last `prepare` made no group.
     """
 
@@ -115,6 +122,7 @@ class GroupMaker:
     records: LiveRecords
     claimed: set[str] = field(default_factory=set)
     owns: Callable[[str], bool] = lambda _answer: True
+    edits: EditEncoder | None = None
     delays: DelayModel | None = None
     states: Counter[str] = field(default_factory=Counter)
     lacks: str = ""
@@ -130,6 +138,8 @@ class GroupMaker:
         self._bounds = Bounds.of(self.config, VOCABULARY)
         self._faults: dict[str, str] = {}
         self._matured_at: dict[str, float] = {}
+        self._better: dict[str, tuple[str, NDArray[np.int32]]] = {}
+        """By answer, the name of an edit and its tokens, until the answer is in a group."""
         self._turns = Turns(ratio=live.user_ratio)
         self._baseline: Baseline | None = None
         if live.baseline == "value_tracker":
@@ -145,8 +155,10 @@ class GroupMaker:
             self.claimed.add(one.answer)
             self.corrections.add(one.answer, one.reward, own=own)
             self._matured_at.pop(one.answer, None)
+            self._better.pop(one.answer, None)
             capture = self.records.answers.get(one.answer)
-            if capture is not None and self._baseline is not None:
+            judged = not one.edit or one.reward != 0 or one.advantage != 0
+            if capture is not None and self._baseline is not None and judged:
                 matured = MaturedAnswer(capture, one.reward, one.age_s, lineage.at)
                 self._baseline.add(matured, one.reward, matured.version)
         for correction in lineage.corrections:
@@ -187,12 +199,15 @@ class GroupMaker:
             self.states[state] += 1
             if state in ("matured", "silent"):
                 reward = self.rules.reward(values_of(counted), capture, self._own)
-                if reward is None:
+                edit = self._usable_edit(capture)
+                if reward is None and edit is None:
                     continue
                 since = self._matured_at.setdefault(answer, now)
                 if self.owns(answer):
-                    silent = state == "silent"
-                    found.append(MaturedAnswer(capture, reward, age_s, since, silent))
+                    silent, judged = state == "silent", reward is not None
+                    found.append(
+                        MaturedAnswer(capture, reward or 0.0, age_s, since, silent, judged, edit)
+                    )
                 else:
                     self.states["others"] += 1
         return sorted(found, key=lambda one: (one.capture.at, one.capture.answer))
@@ -214,19 +229,13 @@ class GroupMaker:
         if len(chosen) < count:
             self.lacks = self._lacking(len(chosen), len({*users}), count)
             return None
-        rewards_E = np.array([one.reward for one in chosen])
         ages_E = age_weights(np.array([one.age_s for one in chosen]), live.half_life_s)
-        if live.baseline == "sign":
-            advantages_E = signs(rewards_E)
-        else:
-            advantages_E = advantages(self._baseline, chosen, rewards_E, ages_E)
-        sizes_E = influence_sizes(
-            advantages_E,
-            np.array([float(len(one.capture.tokens) // 4) for one in chosen]),
-            self.config.train.loss.aggregation,
-        )
+        advantages_E = self._advantages(chosen, ages_E)
+        sizes_E = self._influence_sizes(chosen, advantages_E)
         weights_E = cap_influence(ages_E, sizes_E, users, cap)
-        if float((weights_E * np.abs(advantages_E)).mean()) < LEAST_MOVED:
+        moved_E = np.abs(advantages_E) * (not self.config.train.loss.only_pairs)
+        moved_E = np.maximum(moved_E, [float(one.edit is not None) for one in chosen])
+        if float((weights_E * moved_E).mean()) < LEAST_MOVED:
             self.lacks = (
                 f"{count} answers of {len({*users})} users differ too little in their rewards, or "
                 f"too few of them do for live.user_cap {cap:g}"
@@ -243,6 +252,7 @@ class GroupMaker:
                 min(weight, 1.0),
                 one.age_s,
                 one.silent,
+                "" if one.edit is None else edit_name(one.edit),
             )
             for one, advantage, weight in zip(
                 chosen, advantages_E.tolist(), weights_E.tolist(), strict=True
@@ -257,7 +267,9 @@ class GroupMaker:
     def _may_be_chosen(self, one: MaturedAnswer, oldest: int) -> bool:
         """Returns whether a matured answer can be in a group now, and counts it if not."""
         live = self.config.live
-        if live.baseline == "sign" and not one.reward:
+        if self.config.train.loss.only_pairs and one.edit is None:
+            self.states["unpaired"] += 1
+        elif live.baseline == "sign" and not one.reward and one.edit is None:
             self.states["neutral"] += 1
         elif min((version for version, _ in one.capture.spans), default=0) < oldest:
             self.states["stale"] += 1
@@ -274,7 +286,8 @@ class GroupMaker:
             self.claimed.add(one.capture.answer)
             self.corrections.add(one.capture.answer, one.reward, own=True)
             self._matured_at.pop(one.capture.answer, None)
-            if self._baseline is not None:
+            self._better.pop(one.capture.answer, None)
+            if self._baseline is not None and one.judged:
                 self._baseline.add(one, one.reward, one.version)
 
     def _lacking(self, found: int, users: int, count: int) -> str:
@@ -305,9 +318,80 @@ class GroupMaker:
         )
 
     def _counted(self, answer: str) -> list[Feedback]:
-        """Returns the reports about an answer that its reward depends on."""
+        """Returns the reports about an answer that its reward or its pair depends on."""
         reports = self.records.reports.get(answer, {}).values()
-        return [one for one in reports if one.kind in self.rules.kinds or self._own]
+        paired = self.edits is not None
+        return [
+            one
+            for one in reports
+            if one.kind in self.rules.kinds or self._own or (paired and one.kind == EDIT)
+        ]
+
+    def better_answer(self, answer: str, name: str) -> NDArray[np.int32] | None:
+        """Returns the tokens of the edit that a lineage names, None if it is not known, or if this
+        learner does not train on pairs."""
+        capture = self.records.answers.get(answer)
+        if self.edits is None or capture is None:
+            return None
+        reports = self.records.reports.get(answer, {}).values()
+        found = next((one for one in reports if one.text and edit_name(one) == name), None)
+        return None if found is None else self.edits.tokens(capture, found)
+
+    def _usable_edit(self, capture: Capture) -> Feedback | None:
+        """Returns the newest edit of an answer, if it makes a pair."""
+        if self.edits is None:
+            return None
+        edit = newest_edit(self.records.reports.get(capture.answer, {}).values())
+        if edit is None:
+            return None
+        name, (known, tokens) = edit_name(edit), self._better.get(capture.answer, ("", None))
+        if known != name or tokens is None:
+            tokens = self.edits.tokens(capture, edit)
+            self._better[capture.answer] = name, tokens
+        return edit if len(tokens) else None
+
+    def _advantages(
+        self, chosen: Sequence[MaturedAnswer], ages_E: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Returns the advantages of the answers; 0 for those of which only an edit is known."""
+        judged_E = np.array([one.judged for one in chosen])
+        advantages_E = np.zeros(len(chosen))
+        if not judged_E.any():
+            return advantages_E
+        judged = [one for one in chosen if one.judged]
+        rewards_J = np.array([one.reward for one in judged])
+        if self.config.live.baseline == "sign":
+            advantages_E[judged_E] = signs(rewards_J)
+        else:
+            advantages_E[judged_E] = advantages(self._baseline, judged, rewards_J, ages_E[judged_E])
+        return advantages_E
+
+    def _influence_sizes(
+        self, chosen: Sequence[MaturedAnswer], advantages_E: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Returns the influence of each answer at weight 1, that of its pair included: float64[E].
+
+        Both are in the units of the whole loss, where its sums are divided by the answers.
+        """
+        loss = self.config.train.loss
+        tokens_E = np.array([float(len(one.capture.tokens) // 4) for one in chosen])
+        sizes_E = influence_sizes(advantages_E, tokens_E, loss.aggregation)
+        if self.edits is None:
+            return sizes_E
+        horizon = loss.horizon or self.config.rollout.max_tokens
+        scale = {"token_mean": 1 / tokens_E.mean(), "dr_grpo": 1 / horizon}
+        pairs_E = np.array(
+            [
+                loss.preference.influence(
+                    len(self._better[one.capture.answer][1]), len(one.capture.tokens) // 4
+                )
+                if one.edit is not None
+                else 0.0
+                for one in chosen
+            ]
+        )
+        policy_E = loss.policy_coefficient * scale.get(loss.aggregation, 1.0) * sizes_E
+        return np.asarray(policy_E + pairs_E, np.float64)
 
     def _known_fault(self, capture: Capture) -> str:
         """Returns `_fault`, which does not change, and is asked for at every turn."""
@@ -355,15 +439,20 @@ def group_of_answers(
     worker: str,
     nonce: str,
     temperature: float,
+    better: Mapping[str, NDArray[np.int32]] = MappingProxyType({}),
 ) -> Group:
     """Returns the group of these answers: one episode each, with its own prompt, whose reward is
-    its advantage times its weight. An answer without a capture was its user's who was forgotten."""
-    trajectories = [
-        _forgotten_trajectory(episode)
-        if capture is None
-        else trajectory_of(capture, one.advantage * one.weight, episode)
-        for episode, (one, capture) in enumerate(zip(answers, captures, strict=True))
-    ]
+    its advantage times its weight. An answer without a capture was its user's who was forgotten.
+    ``better`` has the tokens of better answers, whose pairs have the weight of their answer."""
+    trajectories = []
+    for episode, (one, capture) in enumerate(zip(answers, captures, strict=True)):
+        if capture is None:
+            trajectories.append(_forgotten_trajectory(episode))
+            continue
+        made = trajectory_of(capture, one.advantage * one.weight, episode)
+        if one.answer in better:
+            made = replace(made, better=BetterAnswer(better[one.answer], one.weight))
+        trajectories.append(made)
     prompt = _first_prompt(trajectories)
     return Group(worker, nonce, LIVE_TASK, temperature, prompt, trajectories, LIVE_TASK)
 

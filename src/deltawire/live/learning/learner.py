@@ -15,10 +15,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 
+from deltawire.chat.requests import text_of
 from deltawire.config import RunConfig
 from deltawire.errors import FencedError, InputError, RetryError
 from deltawire.events import Evaluated
+from deltawire.export.models import fetch_model_files, load_tokenizer
+from deltawire.live.learning.edits import EditEncoder
 from deltawire.live.learning.grouping import (
     GroupMaker,
     group_of_answers,
@@ -172,12 +176,24 @@ class LiveGroups:
         captures = [known.get(one.answer) for one in lineage.answers]
         if not any(captures):
             return None
+        better = {}
+        for one, capture in zip(lineage.answers, captures, strict=True):
+            if one.edit and capture is not None:
+                tokens = self._maker.better_answer(one.answer, one.edit)
+                if tokens is None:
+                    raise RetryError(
+                        f"the edit of an answer of group {lineage.sequence} cannot be read",
+                        hint="its segment is in live/feedback/; deltawire status names it",
+                        run=self._bucket.url,
+                    )
+                better[one.answer] = tokens
         return group_of_answers(
             lineage.answers,
             captures,
             worker=self._worker,
             nonce=nonce,
             temperature=self._maker.config.rollout.temperature,
+            better=better,
         )
 
 
@@ -193,6 +209,15 @@ def check_learnable(config: RunConfig, url: str) -> None:
     if config.trust.rescore_share:
         reason = "trust.rescore_share would compute the rewards of users again and find no task"
         raise InputError(reason, hint=hint, run=url)
+
+
+def open_edits(bucket: Bucket, run: Run, config: RunConfig) -> EditEncoder | None:
+    """Returns what encodes edits with the run's tokenizer; None for a run without pairs."""
+    if config.train.loss.preference.kind == "none":
+        return None
+    with fetch_model_files(bucket, run) as folder:
+        tokenizer = load_tokenizer(Path(folder))
+    return EditEncoder(text_of(config, tokenizer, bucket=bucket.url), config)
 
 
 class LearnerLoop:
@@ -212,6 +237,7 @@ class LearnerLoop:
         self._open = not config.live.start_bar
         self.records = LiveRecords(process.bucket)
         self.records.poll()
+        self._edits = open_edits(process.bucket, run, config)
         self._released = ReleasedGroups(process.bucket, run)
         self._released.poll()
         self.owners = AnswerOwners(
@@ -228,7 +254,7 @@ class LearnerLoop:
 
     def _begin(self, first: int) -> None:
         """Claims the answers of all lineages that were not released, and goes on at ``first``."""
-        self.maker = GroupMaker(self.config, self.records, owns=self.owners.owns)
+        self.maker = GroupMaker(self.config, self.records, owns=self.owners.owns, edits=self._edits)
         self.groups = LiveGroups(
             self.process.bucket,
             self.process.name,
