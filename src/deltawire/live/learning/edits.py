@@ -62,7 +62,7 @@ class EditEncoder:
 
     def _end_of(self, capture: Capture) -> list[int]:
         """The token that ends the turn: the served one, if it was such a token."""
-        last = capture.token_ids[-1:].tolist()
+        last: list[int] = capture.token_ids[-1:].tolist()
         if capture.finish != "length" and last and not self._text.decode(last):
             return last
         return [] if self._text.end is None else [self._text.end]
