@@ -242,6 +242,7 @@ FLAGS = {
     "bisect": TRUST | {"--good", "--bad", "--noisy", "--error", "--questions", "--state", "--json"},
     "tag": TRUST | {"--delete", "--key", "--json"},
     "fork": TRUST | {"--set", "--key", "--json"},
+    "rescore": TRUST | {"--reward", "--from", "--to", "--to-run", "--json"},
     "show": TRUST | {"--json"},
     "diff": TRUST | {"--json"},
     "compare": TRUST | {"--error", "--among", "--json"},

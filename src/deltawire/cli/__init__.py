@@ -46,7 +46,7 @@ GROUPS = {
         "fsck",
         "replay",
     ),
-    "versions of a run": ("tag", "fork", "show", "diff", "compare", "bisect", "dataset"),
+    "versions of a run": ("tag", "fork", "rescore", "show", "diff", "compare", "bisect", "dataset"),
     "plan and measure": (
         "plan",
         "shapes",

@@ -6,6 +6,7 @@ middle of those left is next, as ``git bisect`` does. With noise `CulpritPosteri
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import time
@@ -26,6 +27,12 @@ from deltawire.wire.run import Run
 SKIP = 125
 CHECKS = 6
 """Versions on each side of a culprit that are asked before it is named."""
+HINTS = {
+    errno.ENOEXEC: "name its interpreter, as in -- python check.py, or begin the script with "
+    "#!/usr/bin/env python3",
+    errno.EACCES: "make it executable (chmod +x), or name its interpreter",
+}
+"""Advice where the system does not start the command, by the number of its error."""
 NOT_RUNNABLE = (126, 127)
 """Statuses of a shell that could not start the command."""
 
@@ -282,6 +289,7 @@ class _Asking:
                 words, env=environment, stdin=subprocess.DEVNULL, check=False
             ).returncode
         except OSError as error:
+            hint = HINTS.get(error.errno or 0, "is it on the PATH?")
             raise InputError(
-                f"cannot run {words[0]}: {error.strerror or error}", hint="is it on the PATH?"
+                f"cannot run {words[0]}: {error.strerror or error}", hint=hint
             ) from error

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from benchmarks.branches.noisy_bisection import fixed_repetitions, search, with_culprit
 from deltawire.cli.main import main
 from deltawire.errors import CorruptError, InputError
+from deltawire.launch.branches import bisect
 from deltawire.launch.branches.bisect import ExactSearch, NoisySearch, bisect_run
 from deltawire.launch.branches.journal import BisectAnswer, BisectSettings, Journal
 from deltawire.launch.branches.posterior import CulpritPosterior
@@ -260,3 +262,19 @@ def test_a_version_that_cannot_be_read_is_skipped(tmp_path):
     found = bisect_run(bucket, run, settings_of(bucket, command=command), tmp_path / "state")
     assert found.culprit is None
     assert found.skipped == [4, 5, 6, 7]
+
+
+def test_a_script_that_the_system_does_not_start(tmp_path, monkeypatch):
+    """Without a first line that names an interpreter, or without the right to execute it."""
+    script = tmp_path / "check.py"
+    script.write_text("print('good')\n")
+    asking = object.__new__(bisect._Asking)
+    asking._settings = BisectSettings("r", 0, 1, False, [str(script)])
+    asking._checkout = SimpleNamespace(directory=tmp_path)
+    with pytest.raises(InputError) as refused:
+        asking._run(0)
+    assert "name its interpreter" in refused.value.hint
+    script.chmod(0o755)
+    with pytest.raises(InputError) as unknown:
+        asking._run(0)
+    assert "begin the script with #!" in unknown.value.hint
