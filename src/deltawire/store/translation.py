@@ -22,6 +22,7 @@ _TRANSIENT_STATUSES = {408, 409, 429}
 _THROTTLED_STATUSES = {429, 503}
 """*Slow down*: of S3 and Azure 503, of GCS 429."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_EXISTS = "<Code>BlobAlreadyExists</Code>"
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 
 # The URLs that provide S3 credentials when the environment holds none.
@@ -64,9 +65,11 @@ def means_no_bucket(error: BaseException) -> bool:
 
 
 def means_conflict(error: BaseException) -> bool:
-    """Returns whether an error is S3's 409 to a conditional write: nothing is decided yet."""
-    status = _STATUS.search(str(error))
-    return status is not None and status[1] == "409"
+    """Returns whether an error is S3's 409 to a conditional write: nothing is decided yet. Azure's
+    409 says that the object exists."""
+    text = str(error)
+    status = _STATUS.search(text)
+    return status is not None and status[1] == "409" and _EXISTS not in text
 
 
 def means_throttled(error: BaseException) -> bool:

@@ -232,6 +232,27 @@ def test_a_conflict_for_ever_is_a_retry_error(s3_server, monkeypatch):
         opened(s3_server, endpoint).create("k", b"1")
 
 
+def test_azure_says_by_a_409_that_an_object_exists():
+    """Taken as a conflict, a create of what exists would be tried again without end."""
+    asked = []
+
+    def answer(command, path):
+        asked.append(command)
+        body = b"<Error><Code>BlobAlreadyExists</Code><Message>There is one.</Message></Error>"
+        return 409, {"Content-Type": "application/xml"}, body
+
+    with Scripted(answer) as endpoint:
+        bucket = open_bucket(
+            "az://drills/run",
+            account_name="account",
+            account_key="a2V5",
+            endpoint=endpoint,
+            client_options={"allow_http": True},
+        )
+        assert bucket.create("k", b"1") is False
+    assert asked == ["PUT"]
+
+
 @pytest.mark.parametrize(("size", "kind"), [(100_000, RetryError), (100, CorruptError)])
 def test_a_coalesced_range_that_comes_back_short(s3_server, size, kind):
     """obstore panics, and a panic is not an Exception: the reader's thread would just end."""
