@@ -108,8 +108,8 @@ class SimulatedRun:
         self.connections: dict[str, Connection] = {}
         self.roles: dict[str, str] = {}
         self.counts: Counter[str] = Counter()
-        self.quiet = False
-        """The faults have ended, and what they left has been waited for."""
+        self.healed = self.quiet = False
+        """The faults have ended; what they left has been waited for too."""
         self._numbers: Counter[str] = Counter()
         self._made: dict[int, Manifest] = {}
         self._closed_from: dict[int, float] = {}
@@ -283,7 +283,7 @@ class SimulatedRun:
                     reader.advance()
                     self._holds(process, reader.mirror)
                     sleep(reader.pause_s)
-                    if sleepy and process.random.random() < 0.1:
+                    if sleepy and not self.healed and process.random.random() < 0.1:
                         sleep(process.random.random() * 2 * self.settings.grace_s)
             except RetryError as error:
                 self._tell(process, error)
@@ -432,6 +432,7 @@ class SimulatedRun:
 
     def heal(self) -> None:
         """Ends all faults. Late requests still arrive, and intents of dead processes count."""
+        self.healed = True
         for connection in self.connections.values():
             connection.faults.clear()
             connection.away_until = connection.slow_until = connection.refuses_until = 0.0
