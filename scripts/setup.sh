@@ -74,4 +74,7 @@ if [ -n "$locked" ]; then
 else
     $pip install --quiet --editable ".[rl,dev]"
 fi
+[ -x "${CHROMIUM:-/usr/bin/chromium}" ] ||
+    echo "Chromium is missing, so the page of deltawire watch is not tested: install Debian's package" \
+        "chromium, or set CHROMIUM to one"
 touch "$venv/.ready"

@@ -16,17 +16,20 @@ class SkipList:
     def __init__(self, path):
         self.path = path
         self.allowed = tomllib.loads(path.read_text())
-        self.unlisted = {}
+        self.listed, self.unlisted = set(), {}
 
-    def permits(self, nodeid):
-        """Tell whether the list names this test, or the file that it is in."""
+    def entry_for(self, nodeid):
+        """The entry of the list that names this test, or the file that it is in, if one does."""
         test = nodeid.split("[")[0].removeprefix("tests/")
-        return test in self.allowed or test.split("::")[0] in self.allowed
+        return next((name for name in (test, test.split("::")[0]) if name in self.allowed), None)
 
     def note(self, nodeid, reason):
-        """Remember a skipped test that is not on the list."""
-        if not self.permits(nodeid):
+        """Remember a skipped test, and whether the list names it."""
+        entry = self.entry_for(nodeid)
+        if entry is None:
             self.unlisted[nodeid] = reason
+        else:
+            self.listed.add(entry)
 
     def pytest_runtest_logreport(self, report):
         if report.skipped and not hasattr(report, "wasxfail"):
@@ -41,6 +44,10 @@ class SkipList:
             session.exitstatus = 1
 
     def pytest_terminal_summary(self, terminalreporter):
+        if self.listed:
+            terminalreporter.section("not tested on this machine")
+            for name in sorted(self.listed):
+                terminalreporter.line(f"{name}: {self.allowed[name]}")
         if self.unlisted:
             terminalreporter.section(f"skipped, and not listed in {self.path.name}", red=True)
             for nodeid, reason in sorted(self.unlisted.items()):

@@ -45,6 +45,7 @@ def asked(tmp_path):
         log = tmp_path / "log"
         log.unlink(missing_ok=True)
         places = {"VENV": str(tmp_path / "venv"), "PYTHON": sys.executable, "FAKE_LOG": str(log)}
+        places["CHROMIUM"] = sys.executable
         script = ROOT / "scripts" / "setup.sh"
         environment = {**os.environ, **places, **variables}
         done = subprocess.run(
@@ -74,6 +75,11 @@ def test_setup_says_that_it_installs_ranges(asked, variables):
     (line,), said = asked(**variables)
     assert line.endswith("--editable .[rl,dev]")
     assert "ranges of pyproject.toml" in said
+
+
+def test_setup_says_that_a_browser_is_missing(asked, tmp_path):
+    _, said = asked(CHROMIUM=str(tmp_path / "chromium"))
+    assert "the page of deltawire watch is not tested" in said
 
 
 def test_locked_versions_are_read_with_pytorch():

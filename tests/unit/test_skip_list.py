@@ -1,6 +1,7 @@
 """A skipped test that the list does not name fails the session."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from skip_list import SkipList
@@ -40,3 +41,11 @@ def test_a_failed_session_keeps_its_status(listed):
     listed.pytest_collectreport(skipped("tests/unit/test_c.py"))
     listed.pytest_sessionfinish(session)
     assert session.exitstatus == 2
+
+
+def test_the_summary_says_what_was_not_tested(listed):
+    for number in (1, 2):
+        listed.pytest_runtest_logreport(skipped(f"tests/unit/test_b.py::test_{number}"))
+    reporter = Mock()
+    listed.pytest_terminal_summary(reporter)
+    assert [call.args for call in reporter.line.call_args_list] == [("unit/test_b.py: needs root",)]
