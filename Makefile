@@ -3,8 +3,8 @@
 # make live           sets everything up, and learns from simulated users for three minutes
 # make test           sets everything up and checks everything but the drills
 # make drills         kills, cuts off and damages runs; DRILLS=5 does each drill five times, and
-#                     SHORT=1 leaves out those that start several jobs one after another, and
-#                     keeps the examples of property tests
+#                     SHORT=1 leaves out those that take minutes or start several jobs one after
+#                     another, and keeps the examples of property tests
 # make check-protocol explores commits, retention and readers in every order of their steps, and
 #                     refutes protocols without one of the rules; ONLY="retention" takes a part
 # make simulate       simulates runs with faults, HOURS=1000 of them, from seed FIRST=1 on; BROKEN=""

@@ -21,7 +21,7 @@ from deltawire.runtime.supervisor import ChildError, Supervisor
 from deltawire.store import Bucket, open_bucket
 from deltawire.wire import keys
 
-pytestmark = [pytest.mark.drills, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(900)]
 
 CONFIG = f"""
 name = "placed"

@@ -22,7 +22,7 @@ from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_version
 from deltawire.wire import keys
 
-pytestmark = [pytest.mark.drills, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(900)]
 
 CONFIG = f"""
 name = "held"

@@ -17,7 +17,7 @@ from deltawire.runtime.lines import line_bucket
 from deltawire.store import open_bucket
 from deltawire.sync import read_manifest, read_run
 
-pytestmark = [pytest.mark.drills, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(600)]
 
 VERSIONS = 3
 CONFIG = f"""

@@ -32,6 +32,7 @@ def test_a_flipped_bit_in_each_answer(command):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 @by_name
 def test_every_damage_of_each_answer(command, record_property):
     count, faults = faults_of(command, DAMAGES.values())

@@ -16,7 +16,7 @@ from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.supervisor import Supervisor
 from deltawire.sync import newest_version
 
-pytestmark = [pytest.mark.drills, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def until(condition, seconds=250.0):

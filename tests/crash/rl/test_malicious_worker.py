@@ -11,7 +11,7 @@ import os
 import pytest
 from malicious import EVIL, INTRUDER, attack
 
-pytestmark = [pytest.mark.drills, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(1200)]
 """It ends three versions after the quarantine, which a slow machine reaches late."""
 
 
