@@ -31,6 +31,7 @@ from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
+from deltawire.sync.publish import interpreter_exit
 from deltawire.sync.publish.encoding import BLOB_BYTES, BlobWriter, Chunk, encode_chunk
 from deltawire.wire import keys
 from deltawire.wire.manifest import CompactedDelta, Manifest, encode_compacted
@@ -143,6 +144,8 @@ class Compactor:
         """Errors of the compacted deltas that could not be made and are left out, by base and
         target.
         """
+        self.stopped = threading.Event()
+        """Set to leave the rest of the work undone, after the present chunk."""
         self._signer = signer
         self._sealed = sealed
         self._threads = threads
@@ -167,6 +170,8 @@ class Compactor:
             self._done = begin
         made = []
         for target in range(self._done // shortest * shortest + shortest, version + 1, shortest):
+            if self.stopped.is_set():
+                break
             made += [
                 (target - stride, target)
                 for stride in self.strides
@@ -207,6 +212,8 @@ class Compactor:
             raise ends.error()
         with BlobWriter(self.bucket, blob_bytes=self._blob_bytes) as writer:
             for place in onward.chunks():
+                if self.stopped.is_set():
+                    return False
                 chunk, old = self._chunk(place)
                 to_base.move(place, old)
                 new = old.copy()
@@ -329,6 +336,7 @@ class CompactionThread:
                 except RuntimeError:  # The interpreter ends.
                     return
                 self._thread = thread
+                interpreter_exit.works(self)
             self._wake.notify()
 
     def close(self) -> None:
@@ -339,6 +347,15 @@ class CompactionThread:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def stop(self, limit_s: float) -> None:
+        """Ends the thread after its present chunk or request; waits at most ``limit_s`` for it."""
+        self._compactor.stopped.set()
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(limit_s)
 
     def _run(self) -> None:
         done = -1

@@ -5,6 +5,7 @@ Concurrency::
     main thread: return, sys.exit, an exception, Ctrl-C          SIGTERM, without another handler
       └▶ threading._shutdown                                       └▶ main thread
            ├▶ this module: wait for each staged version                  wait, `TERM_WAIT_S` in all
+           │   and stop the workers, `STOP_WAIT_S` in all
            ├▶ concurrent.futures: refuses tasks, joins threads           end by SIGTERM
            └▶ joins the threads that are no daemons
          atexit callbacks
@@ -32,6 +33,21 @@ from weakref import WeakSet
 TERM_WAIT_S = 8.0
 """How long SIGTERM waits for all versions: launchers kill a process 10 to 30 s after it."""
 
+STOP_WAIT_S = 8.0
+"""How long an end of the interpreter waits for threads that work in the background."""
+
+
+class Background(Protocol):
+    """A thread whose work may be left undone.
+
+    Python ends a thread that returns from native code while the interpreter ends, and the process
+    with it: SIGABRT, whatever the program's own status.
+    """
+
+    def stop(self, limit_s: float) -> None:
+        """Asks the thread to end, and waits for it at most ``limit_s`` seconds."""
+        ...
+
 
 class Unfinished(Protocol):
     """Something that holds a version which may not be committed yet."""
@@ -52,6 +68,7 @@ class _Exit:
         self.failed: WeakSet[Unfinished] = WeakSet()
         """Holders whose callers know of the failure, and may have dropped them."""
         self.open: WeakSet[object] = WeakSet()
+        self.workers: WeakSet[Background] = WeakSet()
 
     def after_fork(self) -> None:
         """Forgets what belongs to the parent."""
@@ -59,6 +76,7 @@ class _Exit:
         self.ending = False
         self.staged = {}
         self.failed = WeakSet()
+        self.workers = WeakSet()
         if self.open:
             self.open = WeakSet()
             _restore_handler()
@@ -88,6 +106,11 @@ def told(holder: Unfinished) -> None:
     """Keeps a holder only while its owner does: the owner has got the error."""
     if _exit.staged.pop(id(holder), None) is not None:
         _exit.failed.add(holder)
+
+
+def works(worker: Background) -> None:
+    """Stops a worker before the interpreter ends. A worker that ended by itself may stay here."""
+    _exit.workers.add(worker)
 
 
 def opened(publisher: object) -> None:
@@ -130,12 +153,19 @@ def _finish(limit_s: float | None = None) -> None:
         holder.finish(left)
 
 
+def _stop_workers() -> None:
+    deadline = time.monotonic() + STOP_WAIT_S
+    for worker in list(_exit.workers):
+        worker.stop(max(deadline - time.monotonic(), 0.0))
+
+
 def _at_exit() -> None:
     # multiprocessing ends its forked children through here too.
     if os.getpid() == _exit.process:
         _exit.ending = True
         with suppress(KeyboardInterrupt):
             _finish()
+            _stop_workers()
 
 
 def _on_term(number: int, frame: FrameType | None) -> None:
