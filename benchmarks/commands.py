@@ -228,7 +228,7 @@ def _add_live(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--canaries",
         type=int,
         default=2000,
-        help="simulated canaries of each kind in each world (%(default)s: hours in all)",
+        help="canaries of each kind in each world (%(default)s: half an hour of one core)",
     )
     parser.add_argument(
         "--worlds", default="all", help="all, or worlds of simulated canaries: seasons,bursts"

@@ -1,7 +1,7 @@
 """``false_promotion_worst`` and the other keys of simulated canaries, in worlds that drift.
 
 Each canary has the stages of the default configuration, one outcome a user, and the tests of
-`deltawire.live.release`, which are looked at after every outcome: the metric, and all ten
+`deltawire.live.release`, which are looked at after every outcome: the metric, and all
 guardrails, whose rates do not change. A look rolls back before it promotes. `WORLDS` says what the
 level of all users does while outcomes arrive.
 
@@ -54,6 +54,7 @@ RATE = 0.6
 EFFECT = 0.05
 GUARDED_RATES = {
     "error": 0.01,
+    "left": 0.03,
     "slow": 0.05,
     "broken_call": 0.02,
     "cut_off": 0.05,

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.live.canary import WORLDS, chosen_worlds, kept_rates, simulate
+from benchmarks.live.canary import GUARDED_RATES, WORLDS, chosen_worlds, kept_rates, simulate
 from benchmarks.training.keys import Options
-from deltawire.config.release import ReleaseConfig
+from deltawire.config.release import DEFAULT_GUARDRAILS, ReleaseConfig
 from deltawire.errors import InputError
 from deltawire.live.release.sequential_tests import log_evidence_path, log_threshold
 
@@ -69,3 +69,8 @@ def test_worlds_are_chosen_by_name_and_a_world_that_is_done_is_read(tmp_path):
     (tmp_path / "canaries-seasons-7-10.json").write_text('{"false_promotion": 0.5}')
     found = kept_rates("seasons", ReleaseConfig(), options)
     assert found == {"false_promotion": 0.5}, "it was simulated again"
+
+
+def test_canaries_are_simulated_with_all_guardrails():
+    assert GUARDED_RATES.keys() == DEFAULT_GUARDRAILS.keys()
+    simulate(ReleaseConfig(), 0.0, seed=1, canaries=2, count=300)
