@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn, TextIO
 
-from deltawire import __version__
+from deltawire.builds import build_name
 from deltawire.cli import COMMANDS, GROUPS
 from deltawire.cli.exit_codes import INTERRUPTED, IO_FAILED, NOT_READ
 from deltawire.display import safe_line
@@ -76,7 +76,7 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
         prog="deltawire",
         description="Reinforcement learning of language models over an object-store bucket.",
     )
-    parser.add_argument("--version", action="version", version=f"deltawire {__version__}")
+    parser.add_argument("--version", action="version", version=f"deltawire {build_name()}")
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
     )

@@ -24,7 +24,6 @@ def run(arguments: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
-    from deltawire.config import run_config
     from deltawire.dashboard.live import screen
     from deltawire.dashboard.report import write_report
     from deltawire.launch.watching import Watcher, summary_of
@@ -35,11 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
         served_status,
     )
     from deltawire.runtime.lines import line_bucket
+    from deltawire.runtime.needs import config_of
     from deltawire.runtime.trusted import open_trusted
     from deltawire.sync import read_run
 
     bucket = open_trusted(arguments.run, trust_of(arguments))
-    config = run_config(read_run(bucket).config, url=bucket.url)
+    config = config_of(read_run(bucket), url=bucket.url)
     out = Path(arguments.out)
     console = Console()
     watcher = Watcher(config, bucket, console, plain=True)

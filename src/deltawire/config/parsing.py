@@ -12,8 +12,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from deltawire.builds import build_name
 from deltawire.config.base import Section
 from deltawire.config.exporters import quantizing, scheme_of
+from deltawire.config.features import former_key_hint
 from deltawire.config.reuse import sharing_of
 from deltawire.config.scaffold import BUILT_IN_SCAFFOLDS, turn_limit
 from deltawire.config.sections import MOST_GROUPS, RunConfig
@@ -21,6 +23,7 @@ from deltawire.config.served import published, samples_quantized, served_exporte
 from deltawire.errors import InputError
 
 MAX_CONFIG_BYTES = 1 << 20
+UNNAMED = "a build without a name"
 SMALLEST_OF_CAP = 20
 """Groups of more answers satisfy `live.user_cap` 0.05, the default of earlier releases."""
 MOST_RESULTS = 6144
@@ -79,9 +82,13 @@ def read_values(path: Path) -> dict[str, Any]:
     return raw
 
 
-def parse_config(raw: dict[str, Any], *, source: str) -> RunConfig:
-    """Turns plain values into a `RunConfig`; raises `InputError` as `load_config` does."""
-    _refuse_unknown(raw, RunConfig, "", source)
+def parse_config(raw: dict[str, Any], *, source: str, created_by: str = "") -> RunConfig:
+    """Turns plain values into a `RunConfig`; raises `InputError` as `load_config` does.
+
+    ``created_by`` is the build that wrote them, if no person did: an unknown key is then a newer
+    build's, and not a mistake.
+    """
+    _refuse_unknown(raw, RunConfig, "", source, created_by)
     try:
         config = msgspec.convert(raw, RunConfig)
     except msgspec.ValidationError as error:
@@ -397,8 +404,8 @@ def _reference_fault(config: RunConfig) -> tuple[str, str] | None:
     return None
 
 
-def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
-    """Parses the configuration that a run at ``url`` carries.
+def run_config(raw: dict[str, Any], *, url: str, created_by: str = "") -> RunConfig:
+    """Parses the configuration that a run at ``url`` carries, which the build ``created_by`` wrote.
 
     Raises `InputError` as `load_config` does, and for a run without a configuration.
     """
@@ -414,7 +421,7 @@ def run_config(raw: dict[str, Any], *, url: str) -> RunConfig:
         rollout = raw.get("rollout")
         size = rollout.get("group_size") if isinstance(rollout, dict) else None
         raw = {**raw, "live": _live_of_before(live, size)}
-    return parse_config(raw, source=f"{url}/run.json")
+    return parse_config(raw, source=f"{url}/run.json", created_by=created_by or UNNAMED)
 
 
 def _train_of_before(train: dict[str, Any]) -> dict[str, Any]:
@@ -457,20 +464,28 @@ def _hint_for(text: str) -> str:
     return f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else ""
 
 
-def _refuse_unknown(raw: dict[str, Any], kind: type[Any], prefix: str, source: str) -> None:
+def _refuse_unknown(
+    raw: dict[str, Any], kind: type[Any], prefix: str, source: str, created_by: str
+) -> None:
     hints = get_type_hints(kind)
     for key, value in raw.items():
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
-            hint = (
-                f"did you mean {prefix}{near[0]}?"
-                if near
-                else (f"valid keys here: {', '.join(sorted(hints))}")
-            )
+            hint = _unknown_hint(key, sorted(hints), prefix, created_by)
             raise InputError(f"{source}: unknown key {prefix}{key}", hint=hint)
         for option in (hints[key], *getattr(hints[key], "__args__", ())):
             if not (isinstance(option, type) and issubclass(option, Section)):
                 continue
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, dict):
-                    _refuse_unknown(item, option, f"{prefix}{key}.", source)
+                    _refuse_unknown(item, option, f"{prefix}{key}.", source, created_by)
+
+
+def _unknown_hint(key: str, known: list[str], prefix: str, created_by: str) -> str:
+    if created_by:
+        words = f"the run was created by {created_by}, and this is {build_name()}"
+        return f"{words}: upgrade this one (docs/UPGRADING.md)"
+    if former := former_key_hint(f"{prefix}{key}"):
+        return former
+    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
+        return f"did you mean {prefix}{near[0]}?"
+    return f"valid keys here: {', '.join(known)}"

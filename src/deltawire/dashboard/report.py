@@ -14,7 +14,7 @@ from statistics import fmean
 
 import msgspec
 
-from deltawire import __version__
+from deltawire.builds import build_name
 from deltawire.dashboard.figures import BY_NAME, text
 from deltawire.dashboard.plots import ACTIVITIES, Charts, charts
 from deltawire.dashboard.probes_card import probes_card
@@ -91,7 +91,7 @@ def _safe(text: str, limit: int = 60) -> str:
 
 def _footer() -> str:
     return (
-        f"<footer>Written by deltawire {escape(__version__)}. "
+        f"<footer>Written by deltawire {escape(build_name())}. "
         "The same figures are in report.json next to this file, for programs.</footer>"
     )
 

@@ -15,9 +15,10 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from deltawire.config import FaultsConfig, RunConfig, parse_config
+from deltawire.config import FaultsConfig, RunConfig
 from deltawire.config.served import ServedPrecision, served_precision
 from deltawire.dashboard.allocation import AllocationTotals
+from deltawire.dashboard.builds import builds_of, builds_problem
 from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.latency_figures import clock_problem
 from deltawire.dashboard.release import ReleaseStatus, release_of
@@ -40,6 +41,7 @@ from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_window import RecentEvents
 from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.runtime.lines import line_bucket
+from deltawire.runtime.needs import config_of
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_run
 from deltawire.sync.chain.version_poller import VersionPoller
@@ -65,7 +67,8 @@ _ROLES: tuple[Role, ...] = ("trainer", "worker", "evaluator", "reference", "warm
 
 class ProcessLine(msgspec.Struct, frozen=True, kw_only=True):
     """One process. ``state`` is ``silent`` if its last sign of life is older than
-    ``faults.silence_s``, ``stalled`` if it reports that its own work has stopped."""
+    ``faults.silence_s``, ``stalled`` if it reports that its own work has stopped. ``build`` is
+    empty for a release that does not name it."""
 
     name: str
     role: Role | None
@@ -79,6 +82,7 @@ class ProcessLine(msgspec.Struct, frozen=True, kw_only=True):
     supervised: bool
     age_s: float | None
     host: str
+    build: str = ""
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,6 +270,7 @@ class Watch:
             _line(name, state, fleet, newest, self._clock())
             for name in sorted(_names(state) | fleet.heartbeats.keys())
         ]
+        problems += filter(None, [builds_problem(builds_in(lines))])
         return self._status(
             run, config, trainer, fleet.heartbeats, probes, state, newest, lines, problems
         )
@@ -393,7 +398,7 @@ def _config(bucket: Bucket, run: Run, problems: list[str]) -> RunConfig | None:
     if not run.config:
         return None
     try:
-        return parse_config(run.config, source=f"{bucket.url}/{keys.RUN}")
+        return config_of(run, url=bucket.url)
     except InputError as error:
         problems.append(error.message)
         return None
@@ -470,7 +475,14 @@ def _line(name: str, state: RunState, fleet: Fleet, newest: int | None, now: flo
         supervised=beat.supervised if beat else process.supervised,
         age_s=max(0.0, now - beat.at) if beat else None,
         host=beat.host if beat else "",
+        build=beat.build if beat else "",
     )
+
+
+def builds_in(lines: Sequence[ProcessLine]) -> dict[str, list[str]]:
+    """Returns the names of the processes that have not ended, by build."""
+    present = ("alive", "silent", "stalled")
+    return builds_of((line.build, line.name) for line in lines if line.state in present)
 
 
 def _thinking(state: RunState) -> dict[str, Any]:

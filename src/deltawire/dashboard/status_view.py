@@ -10,8 +10,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from deltawire.dashboard.builds import builds_words
 from deltawire.dashboard.figures import BY_NAME
-from deltawire.dashboard.status import ProcessLine, RunStatus, Spread
+from deltawire.dashboard.status import ProcessLine, RunStatus, Spread, builds_in
 from deltawire.dashboard.wording import (
     MISSING,
     controller_words,
@@ -43,6 +44,7 @@ def view(status: RunStatus) -> RenderableType:
             padding=(0, 1),
         ),
         _processes(status),
+        *_builds(status),
     ]
     if status.heldout_sources:
         parts += [Text(), _sources(status)]
@@ -212,6 +214,11 @@ def _processes(status: RunStatus) -> Table:
     if len(status.processes) > MAX_ROWS:
         table.add_row(Text(f"and {len(status.processes) - MAX_ROWS} more", "dim"))
     return table
+
+
+def _builds(status: RunStatus) -> list[Text]:
+    words = builds_words(builds_in(status.processes))
+    return [Text(words, "dim")] if words else []
 
 
 def _row(line: ProcessLine) -> list[Text]:

@@ -22,13 +22,14 @@ from weakref import WeakValueDictionary
 import msgspec
 import torch
 
-from deltawire.config import AdapterConfig, RunConfig, run_config
+from deltawire.config import AdapterConfig, RunConfig
 from deltawire.errors import InputError
 from deltawire.export.adapter import PREFIX, adapted, open_model
 from deltawire.export.models import fetch_model_files, move_to
 from deltawire.export.source import open_source
 from deltawire.placement.live import publish_only
 from deltawire.runtime.lines import run_of_line
+from deltawire.runtime.needs import config_of
 from deltawire.store import Bucket
 from deltawire.sync import load_mirror, read_run
 from deltawire.wire.run import Run
@@ -81,7 +82,7 @@ def require_base(bucket: Bucket, digest: str) -> Run:
 
 def _load_base(bucket: Bucket, digest: str) -> Any:
     run = require_base(bucket, digest)
-    config = run_config(run.config, url=bucket.url)
+    config = config_of(run, url=bucket.url)
     with fetch_model_files(bucket, run) as folder:
         model = open_model(Path(folder), config.train.base_adapter)
     mirror = load_mirror(bucket, run, at=0)

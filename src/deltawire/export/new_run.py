@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from deltawire import codec
 from deltawire.config import RunConfig
+from deltawire.config.features import stored_settings
 from deltawire.config.machine import machine_policy
 from deltawire.export.adapter import load_adapted
 from deltawire.export.lines import line_model
@@ -19,6 +19,7 @@ from deltawire.export.models import holds_only_bf16, published_files, with_quant
 from deltawire.export.peft_directory import adapter_files, load_peft
 from deltawire.export.source import WeightSource, open_source
 from deltawire.quantization.packing import report_of
+from deltawire.runtime.needs import needs_of
 from deltawire.store import Bucket
 from deltawire.sync import open_publisher
 from deltawire.sync.chain.base_statement import BaseStatement, state_base
@@ -101,7 +102,8 @@ def publish_start(
         tensors,
         specs=specs,
         name=config.name,
-        config=msgspec.to_builtins(config),
+        config=stored_settings(config),
+        needs=needs_of(config),
         model_files=files,
         signer=signer,
         run_id=run_id,

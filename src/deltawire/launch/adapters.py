@@ -49,8 +49,8 @@ def merge_run(
 
     Raises `InputError` if the merge keeps less of the adapter's change than ``floor``.
     """
-    from deltawire.config import run_config
     from deltawire.export.merged_checkpoint import write_merged
+    from deltawire.runtime.needs import config_of
 
     started = time.perf_counter()
     with bars(hidden=as_json) as bar:
@@ -60,7 +60,7 @@ def merge_run(
         if newest is None:
             raise RetryError("no version is published yet", run=bucket.url)
         bar.begin(f"merging version {newest}")
-        config = run_config(run.config, url=bucket.url)
+        config = config_of(run, url=bucket.url)
         report = write_merged(RetryingBucket(bucket), run, config, newest, out, floor=floor)
         bar.hide()
         done = Merged(newest, bucket.read_bytes, time.perf_counter() - started, report)
@@ -114,9 +114,9 @@ class _AdapterPuller:
         threads: int | None,
         as_json: bool,
     ) -> None:
-        from deltawire.config import run_config
         from deltawire.export.adapter import PREFIX
         from deltawire.export.merged_checkpoint import adapter_of, adapter_structure
+        from deltawire.runtime.needs import config_of
         from deltawire.sync.follow.mirror import empty_mirror, select
 
         _check_free(directory)
@@ -124,7 +124,7 @@ class _AdapterPuller:
         self._json, self._threads = as_json, threads
         self._retrying = RetryingBucket(bucket)
         self._run = read_run(self._retrying)
-        self._config = run_config(self._run.config, url=bucket.url)
+        self._config = config_of(self._run, url=bucket.url)
         self._adapter = adapter_of(self._run, self._config, url=bucket.url)
         self._model = adapter_structure(self._retrying, self._run, self._adapter)
         self._specs = {one.name: one for one in self._run.tensors if one.name.startswith(PREFIX)}

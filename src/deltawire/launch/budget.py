@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from deltawire.config import RunConfig, run_config
+from deltawire.config import RunConfig
 from deltawire.errors import InputError
 from deltawire.events import Controlled, Evaluated
 from deltawire.rl.budget.decision import replay
 from deltawire.runtime.event_tail import EventTail
+from deltawire.runtime.needs import config_of
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.sync import read_run
 
@@ -46,7 +47,7 @@ def replay_budget(location: str, *, trust: ReaderTrust = ANY) -> ReplayedBudget:
     Raises `InputError` for a run without a controller.
     """
     bucket = open_trusted(location, trust)
-    config = run_config(read_run(bucket).config, url=bucket.url)
+    config = config_of(read_run(bucket), url=bucket.url)
     if config.budget.controller == "fixed":
         raise InputError(
             "this run has no controller",

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from deltawire.config import run_config
 from deltawire.dashboard.pictures import check_suffix
 from deltawire.errors import InputError
 from deltawire.rl.forecast.forecast import (
@@ -19,6 +18,7 @@ from deltawire.rl.forecast.forecast import (
     read_curve,
 )
 from deltawire.runtime.event_tail import EventTail
+from deltawire.runtime.needs import config_of
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.sync import read_run
 
@@ -62,7 +62,7 @@ def _curve_at(
 ) -> tuple[Curve, str, str]:
     """The curve of a run, its URL and its name."""
     bucket = open_trusted(location, trust)
-    config = run_config(read_run(bucket).config, url=bucket.url)
+    config = config_of(read_run(bucket), url=bucket.url)
     events = EventTail(bucket, processes=("trainer", "evaluator")).read(everything=True)
     with _named(bucket.url):
         curve = read_curve(events, config, measure=measure, unit=unit, first=first)

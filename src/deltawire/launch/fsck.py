@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from deltawire.config import run_config
 from deltawire.errors import InputError
 from deltawire.runtime.lines import line_bucket
+from deltawire.runtime.needs import config_of
 from deltawire.store import Bucket
 from deltawire.sync import read_run
 from deltawire.sync.maintain.fsck import CheckedRun, Level, Progress, RunFault, check_run
@@ -21,7 +21,7 @@ def check_published(
     """
     found = check_run(bucket, deep=deep, progress=progress)
     run = read_run(bucket)
-    config = run_config(run.config, url=bucket.url) if run.config else None
+    config = config_of(run, url=bucket.url) if run.config else None
     lines = {}
     for name in config.train.also_publish if config else []:
         place = line_bucket(bucket, name)

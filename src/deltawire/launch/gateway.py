@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from deltawire.chat.requests import RequestDefaults
-from deltawire.config import RunConfig, run_config
+from deltawire.config import RunConfig
 from deltawire.display import safe_line
 from deltawire.errors import InputError
 from deltawire.launch.listening import check_port, listening, require_token, tls_context
@@ -33,6 +33,7 @@ from deltawire.live.gateway.app import LiveCalls
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions, name_in
 from deltawire.private_files import open_private, private_folder
 from deltawire.runtime.highest_version import state_folder
+from deltawire.runtime.needs import config_of
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.serving.contract import ReplicaSetState
 from deltawire.serving.replica_set import ReplicaSet
@@ -165,7 +166,7 @@ def _live_calls(
         listed = read_users(options.capture_users, secret.oldest.pseudonyms)
     consent = ConsentRule(options.capture_header, listed, options.capture_share)
     redact = load_redact(options.redact) if options.redact else None
-    config = run_config(run.config, url=bucket.url) if run.config else RunConfig(name="live")
+    config = config_of(run, url=bucket.url) if run.config else RunConfig(name="live")
     webhook = ""
     if options.webhook_secret_file:
         webhook = read_token(options.webhook_secret_file)

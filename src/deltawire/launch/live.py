@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from deltawire.config import RunConfig, run_config
+from deltawire.config import RunConfig
 from deltawire.config.release import ReleaseConfig
 from deltawire.display import safe_line
 from deltawire.errors import InputError, RetryError
@@ -37,6 +37,7 @@ from deltawire.live.release.shadow_evidence import ShadowEvidence, read_shadow, 
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import known_trainer
+from deltawire.runtime.needs import config_of
 from deltawire.runtime.trusted import ReaderTrust, open_trusted
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import newest_version, read_history, read_manifest, read_run
@@ -243,7 +244,7 @@ def open_releaser(location: str, options: ReleaseOptions, *, writes: bool) -> Re
     if writes:
         bucket.check_writer()
     run = read_run(bucket)
-    config = run_config(run.config, url=bucket.url) if run.config else RunConfig(name="live")
+    config = config_of(run, url=bucket.url) if run.config else RunConfig(name="live")
     releaser = Releaser(bucket, run, config, by=(options.by or getpass.getuser())[:64])
     releaser.log.poll()
     return releaser

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
-from deltawire.config import RunConfig, run_config
+from deltawire.config import RunConfig
 from deltawire.errors import InputError
 from deltawire.reward_monitor.monitor import ProbeState
 from deltawire.reward_monitor.watch import read_probes
+from deltawire.runtime.needs import config_of
 from deltawire.runtime.trusted import ReaderTrust, open_trusted
 from deltawire.sync import read_run
 
@@ -20,7 +21,7 @@ def probe_state(location: str, trust: ReaderTrust, *, live: bool) -> ProbeState:
     if live:
         from deltawire.live.release.live_probes import monitor_live
 
-        config = run_config(run.config, url=bucket.url) if run.config else RunConfig(name="live")
+        config = config_of(run, url=bucket.url) if run.config else RunConfig(name="live")
         found = monitor_live(bucket, config, now=time.time())
         if found.streams:
             return found

@@ -23,7 +23,7 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
-from deltawire.config import RunConfig, changed_settings, require_same, run_config
+from deltawire.config import RunConfig, changed_settings, require_same
 from deltawire.dashboard.report import write_report
 from deltawire.dashboard.summary import Summary
 from deltawire.errors import InputError
@@ -43,6 +43,7 @@ from deltawire.rl.evaluate.attestation import (
 from deltawire.runtime.children import Launcher
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
+from deltawire.runtime.needs import config_of
 from deltawire.runtime.supervisor import COMMAND, ChildError, Supervisor
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync.chain.objects import find_run
@@ -247,7 +248,7 @@ def _stages(
     existing = find_run(job.bucket)
     if existing is not None:
         url = job.bucket.url
-        require_same(job.config, run_config(existing.config, url=url), url=url)
+        require_same(job.config, config_of(existing, url=url, role="trainer"), url=url)
         status = known_trainer(job.bucket)
         if status and status.phase == "finished" and status.version >= job.config.train.versions:
             return attested(job.bucket, served_status(job.bucket, job.config, status))
@@ -326,7 +327,7 @@ def _is_old(job: Job, status: TrainerStatus) -> bool:
     run = find_run(job.bucket)
     if status.phase == "finished" or run is None or not job.model.is_dir():
         return status.phase == "finished"
-    origin = run_config(run.config, url=job.bucket.url)
+    origin = config_of(run, url=job.bucket.url)
     return status.settings != changed_settings(job.config, origin)
 
 

@@ -29,6 +29,7 @@ from datetime import timedelta
 
 import msgspec
 
+from deltawire.builds import build_name
 from deltawire.config import FaultsConfig
 from deltawire.errors import CorruptError, DeltawireError, RetryError
 from deltawire.events import Role
@@ -195,6 +196,7 @@ class HeartbeatWriter:
             finished=self._finished,
             worker=self.worker(),
             alarm=(self.alarm() or refusals_of(self._bucket.url))[:MAX_ALARM],
+            build=build_name(),
         )
         bucket.put(keys.heartbeat(self._name), encode_json(heartbeat))
         self._number += 1

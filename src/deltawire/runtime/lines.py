@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from deltawire.config import run_config
 from deltawire.config.served import published
 from deltawire.errors import InputError
+from deltawire.runtime.needs import config_of
 from deltawire.runtime.signed_bucket import signing
 from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync.chain.objects import read_run
@@ -24,7 +24,7 @@ def publication_bucket(bucket: Bucket, exporter: str) -> Bucket:
     Raises `InputError`, which names those of the run, for any other exporter.
     """
     run = read_run(RetryingBucket.over(bucket))
-    config = run_config(run.config, url=bucket.url) if run.config else None
+    config = config_of(run, url=bucket.url) if run.config else None
     names = published(config.train) if config else []
     if exporter not in names:
         raise InputError(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from deltawire.config import RunConfig, run_config, with_settings
+from deltawire.config import RunConfig, with_settings
 from deltawire.errors import FencedError, InputError
 from deltawire.events import Life, Role
 from deltawire.runtime.event_log import EventLog
@@ -21,6 +21,7 @@ from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.heartbeat import HEARTBEAT_S, HeartbeatWriter, read_heartbeat
 from deltawire.runtime.lease import Lease
 from deltawire.runtime.liveness import Liveness
+from deltawire.runtime.needs import config_of
 from deltawire.store import Bucket
 from deltawire.store.retrying import RetryingBucket
 from deltawire.sync.chain.objects import find_run
@@ -188,6 +189,7 @@ class Process:
 def open_run(
     bucket: Bucket,
     *,
+    role: str = "",
     wait_s: float = 0.0,
     stopping: Callable[[], bool] = lambda: False,
     weights_only: Callable[[Bucket, Run], RunConfig] | None = None,
@@ -195,7 +197,8 @@ def open_run(
     """Returns the run in a bucket and its configuration, with the settings that its trainer
     changed.
 
-    Waits up to ``wait_s`` for the run to appear; raises `InputError` if there is none.
+    Waits up to ``wait_s`` for the run to appear; raises `InputError` if there is none, and if it
+    needs a feature of a process of ``role`` that this build does not have.
     ``weights_only`` gives the configuration of a run that carries none; without it such a run is
     refused.
     """
@@ -210,7 +213,7 @@ def open_run(
         time.sleep(0.2)
     if weights_only is not None and not run.config:
         return run, weights_only(bucket, run)
-    config = run_config(run.config, url=bucket.url)
+    config = config_of(run, url=bucket.url, role=role)
     status = known_trainer(bucket)
     settings = {} if status is None else status.settings
     return run, with_settings(config, settings, source=f"{bucket.url}/{keys.TRAINER}")

@@ -56,6 +56,7 @@ _SIZE = Member("integer", most=1 << 50)
 _FORMAT = Member("integer", least=1, most=1)
 _LINE = Member("string", "main")
 _NAME = Member("string", least=1, most=1024)
+_BUILD = Member("string", "", most=64)
 _FREE = Member("object", {}, most_bytes=1 << 20)
 _TENSOR = Kind(
     {
@@ -65,6 +66,13 @@ _TENSOR = Kind(
     }
 )
 _FILE = Kind({"name": Member("string", most=128), "blob": _digits(64), "bytes": _SIZE})
+_NEED = Kind(
+    {
+        "feature": Member("string", least=1, most=128),
+        "since": Member("string", most=16),
+        "roles": Member("array", [], most=16, of=Member("string", most=32)),
+    }
+)
 _TABLE = Kind(
     {
         "pieces": Member("integer", most=1 << 20),
@@ -96,6 +104,8 @@ RUN = Kind(
         "public_key": _digits(64, "", empty=True),
         "model_files": Member("array", [], most=64, of=Member("object", of=_FILE)),
         "config": _FREE,
+        "needs": Member("array", [], most=256, of=Member("object", of=_NEED)),
+        "build": _BUILD,
     },
     1 << 26,
 )
@@ -116,6 +126,7 @@ MANIFEST = Kind(
         "pruned": Member("boolean", False),
         "model_files": Member("array", None, most=64, of=Member("object", of=_FILE)),
         "metadata": _FREE,
+        "build": _BUILD,
     },
     1 << 21,
 )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deltawire import codec
+from deltawire.builds import build_name
 from deltawire.codec import Digest
 from deltawire.errors import InputError
 from deltawire.export.cast import CastWeights
@@ -196,6 +197,7 @@ def _require_run(
             id=new_id(),
             name=name,
             created_at=time.time(),
+            build=build_name(),
             tensors=specs,
             digest=digest.hex(),
             chunk=chunk_for(specs),

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from deltawire.config import flatten, parse_config
+from deltawire.config import flatten
 from deltawire.display import redact
 from deltawire.errors import InputError
+from deltawire.runtime.needs import config_of
 from deltawire.wire.run import Run
 
 APART = frozenset({"seed", "name"})
@@ -58,7 +59,7 @@ def settings_of(run: Run) -> dict[str, str]:
     if not run.config:
         return {}
     try:
-        flat: Mapping[str, Any] = flatten(parse_config(run.config, source="run.json"))
+        flat: Mapping[str, Any] = flatten(config_of(run, url=""))
     except InputError:
         flat = _flat(run.config)
     return {

@@ -20,17 +20,17 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-from deltawire.config import RunConfig, parse_config
+from deltawire.config import RunConfig
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.status import RunStatus, Watch
 from deltawire.errors import DeltawireError, InputError
 from deltawire.events import Event, Parity
 from deltawire.runtime.event_tail import EventTail
+from deltawire.runtime.needs import config_of
 from deltawire.store import Bucket
 from deltawire.sync import committed_versions, read_run
 from deltawire.watch.group_index import GroupIndex
 from deltawire.watch.group_indexer import GroupIndexer
-from deltawire.wire import keys
 from deltawire.wire.run import Run
 
 EVENTS_EVERY_S = 1.0
@@ -193,7 +193,7 @@ def _config(run: Run, bucket: Bucket) -> RunConfig | None:
     if not run.config:
         return None
     try:
-        return parse_config(run.config, source=f"{bucket.url}/{keys.RUN}")
+        return config_of(run, url=bucket.url)
     except InputError:
         return None
 

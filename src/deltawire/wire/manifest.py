@@ -22,7 +22,7 @@ from deltawire.wire.payload import (
     ref_fault,
 )
 from deltawire.wire.piece_table import decode_table
-from deltawire.wire.run import MAX_MODEL_FILES, Identity, ModelFile, Run
+from deltawire.wire.run import MAX_MODEL_FILES, Build, Identity, ModelFile, Run
 from deltawire.wire.seal import Signer, check_seal, seal, unseal
 
 MAX_MANIFEST_BYTES = 2 << 20
@@ -40,9 +40,10 @@ class Manifest(
     ``run`` is the run's id. ``digest`` is that of the whole model at this version, ``base_digest``
     that at its base. ``epoch`` counts the writers that a run has had, ``nonce`` tells two of them
     apart. ``metadata`` belongs to the application: the trainer records there which groups the
-    version consumed, so that one create commits both. ``model_files`` are the other files of the
-    version's directory where those are not run.json's. A ``pruned`` version is closed: retention
-    has deleted its payloads and left this tombstone so that the name is never free again.
+    version consumed, so that one create commits both. ``build`` is the writer's. ``model_files``
+    are the other files of the version's directory where those are not run.json's. A ``pruned``
+    version is closed: retention has deleted its payloads and left this tombstone so that the name
+    is never free again.
     """
 
     run: Identity
@@ -59,6 +60,7 @@ class Manifest(
     pruned: bool = False
     model_files: Annotated[list[ModelFile], Meta(max_length=MAX_MODEL_FILES)] | None = None
     metadata: dict[str, Any] = {}
+    build: Build = ""
 
     @property
     def payloads(self) -> list[PayloadRef]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from deltawire.builds import MAX_BUILD
 from deltawire.errors import CorruptError
 from deltawire.wire import keys
 from deltawire.wire.objects import FORMAT, check_raw, decode_json
@@ -21,6 +22,7 @@ MAX_TENSORS = 1 << 18
 MAX_ELEMENTS = 1 << 48
 MAX_CHUNKS = 1 << 20
 MAX_MODEL_FILES = 64
+MAX_NEEDS = 256
 CHUNK_ELEMENTS = 1 << 22
 """The default number of elements of a chunk: 8 MiB of bf16."""
 LARGEST_CHUNK = 1 << 26
@@ -34,6 +36,7 @@ Key = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 PublicKey = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Identity = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Size = Annotated[int, Meta(ge=0, le=1 << 50)]
+Build = Annotated[str, Meta(max_length=MAX_BUILD)]
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -88,6 +91,18 @@ class ModelFile(msgspec.Struct, frozen=True):
     bytes: Size
 
 
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """A feature that processes of a run must have: the trainer, and those of ``roles``.
+
+    ``since`` is the release that has it first. Processes of other roles may join without it, and
+    ignore the settings under its name.
+    """
+
+    feature: Annotated[str, Meta(min_length=1, max_length=128)]
+    since: Annotated[str, Meta(max_length=16)]
+    roles: Annotated[list[Annotated[str, Meta(max_length=32)]], Meta(max_length=16)] = []
+
+
 class Run(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
@@ -110,6 +125,9 @@ class Run(
     public_key: Key = ""
     model_files: Annotated[list[ModelFile], Meta(max_length=MAX_MODEL_FILES)] = []
     config: dict[str, Any] = {}
+    needs: Annotated[list[Need], Meta(max_length=MAX_NEEDS)] = []
+    build: Build = ""
+    """The build that created the run; empty before builds had names."""
 
 
 def new_id() -> str:

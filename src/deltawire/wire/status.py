@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from deltawire.builds import MAX_BUILD
 from deltawire.estimates import BudgetSetting
 from deltawire.wire.objects import FORMAT
 from deltawire.wire.payload import Index
@@ -133,6 +134,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat of a process that ended normally. ``finished`` counts the pieces of work that it
     completed: versions, groups or evaluations. ``alarm`` says what the process could not read and
     therefore does not do, or that its store refuses requests; empty if all could be read.
+    ``build`` names the build that the process runs; empty for those without a name.
     """
 
     format: int = FORMAT
@@ -153,6 +155,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     finished: Index = 0
     worker: WorkerStatus | None = None
     alarm: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
+    build: Annotated[str, Meta(max_length=MAX_BUILD)] = ""
 
     @property
     def stalled(self) -> bool:

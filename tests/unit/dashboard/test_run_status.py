@@ -209,6 +209,29 @@ def test_a_trainer_without_signs_of_life_is_distinguished(bucket, of, state, pha
     assert found.phase == phase
 
 
+@pytest.mark.parametrize(
+    ("build", "words", "problems"),
+    [
+        ("0.1.0", "build: 0.1.0", []),
+        ("0.2.0", "builds: 0.1.0 (trainer); 0.2.0 (w0)", []),
+        ("", "builds: without a name (w0); 0.1.0 (trainer)", []),
+        ("0.3.0", "builds: 0.1.0 (trainer); 0.3.0 (w0)", ["builds 0.1.0 and 0.3.0 are more than"]),
+    ],
+)
+def test_builds_of_processes_are_shown(bucket, build, words, problems) -> None:
+    put_heartbeat(bucket, "trainer", "trainer", at=NOW - 1, build="0.1.0")
+    put_heartbeat(bucket, "w0", at=NOW - 1, version=1, lag=2, stored=3, build=build)
+    put_heartbeat(bucket, "w9", at=NOW - 1, build="9.0.0", ended=True)
+    found = look(bucket)
+    assert words in shown(found)
+    assert [one[:37] for one in found.problems if one.startswith("builds")] == problems
+    assert {line.name: line.build for line in found.processes}["w0"] == build
+
+
+def test_releases_without_names_of_builds_are_shown_without(bucket) -> None:
+    assert "build" not in shown(look(bucket))
+
+
 def test_groups_of_the_dead_are_not_in_flight(bucket) -> None:
     put_heartbeat(bucket, "gone", stored=1, at=NOW - 3600)
     found = look(bucket)

@@ -6,12 +6,13 @@ from typing import Any
 
 import msgspec
 
-from deltawire.config import run_config, with_settings
+from deltawire.config import with_settings
 from deltawire.errors import CorruptError, InputError
 from deltawire.events import Evaluated, Step
 from deltawire.launch.branches.differences import BitDifference, compare_bits
 from deltawire.rl.control.rollout_reader import read_group
 from deltawire.runtime.event_tail import EventTail
+from deltawire.runtime.needs import config_of
 from deltawire.store import Bucket
 from deltawire.sync import read_manifest
 from deltawire.wire import keys
@@ -136,7 +137,7 @@ def _learning_rate(
     from deltawire.train.optimizer.schedule import rate_factor  # Brings torch.
 
     source = f"{bucket.url}/{keys.manifest(manifest.version)}"
-    config = with_settings(run_config(run.config, url=bucket.url), metadata.settings, source=source)
+    config = with_settings(config_of(run, url=bucket.url), metadata.settings, source=source)
     train = config.train
     first = (metadata.step - 1) * train.minibatches + 1
     return train.optimizer.learning_rate * rate_factor(train.schedule, first)

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
-from deltawire.config import run_config
 from deltawire.errors import InputError
 from deltawire.runtime.decision_log import DecisionLog
+from deltawire.runtime.needs import config_of
 from deltawire.store import Bucket
 from deltawire.sync import read_history, read_manifest
 from deltawire.wire.decisions import FORGETS, UNDECIDED, Decision, RestoreRecord, ServedVersion
@@ -59,7 +59,7 @@ def check_rebuildable(bucket: Bucket, run: Run) -> None:
     log = DecisionLog(bucket, run.id)
     log.poll()
     _require_decisions(log, bucket)
-    config = run_config(run.config, url=bucket.url) if run.config else None
+    config = config_of(run, url=bucket.url) if run.config else None
     if config is None or config.midtrain is not None or not config.live.release.restore:
         raise InputError(
             "the run's trainer restores no earlier version, so it cannot be rebuilt",

@@ -147,6 +147,7 @@ def open_replica(process: Process, *, token: str, hold: bool = False) -> Embedde
     """
     run, config = open_run(
         process.bucket,
+        role="worker",
         wait_s=RUN_PATIENCE_S,
         stopping=process.is_stopping,
         weights_only=settings_of_weights,

@@ -388,7 +388,9 @@ class LearnerLoop:
 def run_learner(process: Process, *, report: Callable[[str], None]) -> None:
     """Runs a learner process from its start to the run's end or a signal."""
     process.record_life("started")
-    run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    run, config = open_run(
+        process.bucket, role="worker", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
+    )
     check_learnable(config, process.bucket.url)
     process.heartbeat.faults = config.faults
     with process.heartbeat.long_task("start"):

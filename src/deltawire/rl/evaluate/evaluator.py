@@ -163,7 +163,9 @@ def run_evaluator(process: Process, estimator: OpenEstimator = no_estimator) -> 
     live metric."""
     started = time.time()
     process.record_life("started")
-    run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    run, config = open_run(
+        process.bucket, role="evaluator", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
+    )
     process.heartbeat.faults = config.faults
     with ExitStack() as stack:
         with process.heartbeat.long_task("start"):
@@ -220,7 +222,9 @@ def _open_line(process: Process, name: str, stack: ExitStack) -> _HeldoutFollowe
     place = line_bucket(process.bucket, name, create=True)
     own = process.in_line(place)
     stack.enter_context(own.registered())
-    run, config = open_run(place, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    run, config = open_run(
+        place, role="evaluator", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
+    )
     own.heartbeat.faults = config.faults
     own.record_life("started")
     stack.callback(own.record_life, "stopped")

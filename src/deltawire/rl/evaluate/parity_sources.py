@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from deltawire.config import AdapterConfig, load_config, run_config
+from deltawire.config import AdapterConfig, load_config
 from deltawire.errors import InputError
 from deltawire.export.adapter import open_model
 from deltawire.export.models import (
@@ -24,6 +24,7 @@ from deltawire.export.models import (
 )
 from deltawire.export.quantized import serve_quantized
 from deltawire.placement.live import LiveWeights
+from deltawire.runtime.needs import config_of
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.sync import find_run, load_mirror
 from deltawire.train.build import build_model, byte_tokenizer
@@ -82,7 +83,7 @@ def _of_run(place: str, version: int | None, trust: ReaderTrust) -> Source:
         )
     mirror = load_mirror(bucket, run, at=version)
     with fetch_model_files(bucket, run) as folder:
-        train = run_config(run.config, url=bucket.url).train if run.config else None
+        train = config_of(run, url=bucket.url).train if run.config else None
         model = open_model(Path(folder), train.served_adapter if train else AdapterConfig())
         if train is not None:
             model = serve_quantized(model, train.exporter)

@@ -162,7 +162,9 @@ def run_reference(process: Process) -> None:
     """
     started = time.time()
     process.record_life("started")
-    run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    run, config = open_run(
+        process.bucket, role="reference", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
+    )
     process.heartbeat.faults = config.faults
     torch.set_num_threads(config.threads)
     while newest_version(process.bucket) is None and not process.stopping:

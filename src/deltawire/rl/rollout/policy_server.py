@@ -139,7 +139,7 @@ def _open_line(process: Process, exporter: str) -> tuple[Bucket, Run]:
     """Opens the line of a run's versions by another exporter; raises `InputError` if the run does
     not publish them."""
     bucket = RetryingBucket.over(publication_bucket(process.bucket, exporter))
-    run, _ = open_run(bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    run, _ = open_run(bucket, role="worker", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
     return bucket, run
 
 

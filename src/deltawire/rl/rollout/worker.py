@@ -314,7 +314,9 @@ def run_worker(process: Process, *, patience_s: float, report: Callable[[str], N
     """
     started = time.time()
     process.record_life("started")
-    run, config = open_run(process.bucket, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+    run, config = open_run(
+        process.bucket, role="worker", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
+    )
     process.heartbeat.faults = config.faults
     if config.train.adapters:
         serve_lines(process, config, patience_s=patience_s, report=report)
@@ -344,7 +346,9 @@ def serve_lines(
             own = process.in_line(place)
             stack.enter_context(own.registered())
             with process.heartbeat.long_task("start"):
-                run, line = open_run(place, wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
+                run, line = open_run(
+                    place, role="worker", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
+                )
                 own.heartbeat.faults = line.faults
                 own.record_life("started")
                 workers[one.name] = Worker(

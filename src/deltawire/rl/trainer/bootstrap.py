@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from deltawire.config import RunConfig, require_same, run_config
+from deltawire.config import RunConfig, require_same
 from deltawire.config.lines import line_config, publication_config
 from deltawire.engines.registry import check_tensors
 from deltawire.envs import open_tasks
@@ -13,6 +13,7 @@ from deltawire.export.models import check_directory, load_tokenizer
 from deltawire.export.new_run import load_line, load_start, publish_start
 from deltawire.export.source import WeightSource, digest_of, is_lossy, open_source
 from deltawire.runtime.lines import line_bucket
+from deltawire.runtime.needs import config_of
 from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
 from deltawire.sync import find_run, newest_version, read_run
@@ -121,5 +122,5 @@ def start_lines(
 
 def check_same(bucket: Bucket, config: RunConfig) -> None:
     """Raises `InputError` if the run in the bucket was started with another configuration."""
-    run, _ = open_run(bucket)
-    require_same(config, run_config(run.config, url=bucket.url), url=bucket.url)
+    run, _ = open_run(bucket, role="trainer")
+    require_same(config, config_of(run, url=bucket.url, role="trainer"), url=bucket.url)

@@ -60,7 +60,7 @@ def run_trainer(
         # The model that version 0 was published from is part of cycles.
         gc.collect()
         release_heap()
-        run, config = open_run(process.bucket)
+        run, config = open_run(process.bucket, role="trainer")
         config = config if source is None else source[0]
         _check_layout(config)
         process.heartbeat.faults = config.faults

@@ -91,7 +91,7 @@ class LinesTrainer:
         place = line_bucket(self._process.bucket, name)
         process = self._process.in_line(place)
         self._open.enter_context(process.registered())
-        run, config = open_run(process.bucket)
+        run, config = open_run(process.bucket, role="trainer")
         if config.line is None or config.line.base != self._run.digest:
             raise InputError(
                 f"line {name} is not one of this run's base",

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from deltawire.codec import Digest
-from deltawire.config import ParityLimits, RunConfig, TrainConfig, run_config, with_settings
+from deltawire.config import ParityLimits, RunConfig, TrainConfig, with_settings
 from deltawire.errors import CorruptError, InputError
 from deltawire.export.lines import holds_base
 from deltawire.export.source import WeightSource, is_lossy, open_source, wanted_of
@@ -29,6 +29,7 @@ from deltawire.rl.control.rollout_buffer import BufferedGroup, read_consumed
 from deltawire.rl.reference.models import load_reference_model
 from deltawire.rl.reference.reader import ReferenceReader
 from deltawire.rl.trainer.planted import plant
+from deltawire.runtime.needs import config_of
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror, read_history, read_manifest
 from deltawire.train.checkpoint import load_checkpoint
@@ -269,7 +270,7 @@ def _manifest_at(bucket: Bucket, run: Run, version: int) -> Manifest:
 def settings_of_step(bucket: Bucket, run: Run, metadata: CommitMetadata, version: int) -> RunConfig:
     """The configuration that a committed version's step was made with."""
     return with_settings(
-        run_config(run.config, url=bucket.url),
+        config_of(run, url=bucket.url),
         metadata.settings,
         source=f"{bucket.url}/{keys.manifest(version)}",
     )

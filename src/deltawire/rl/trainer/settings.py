@@ -8,11 +8,12 @@ from typing import Any, Final
 
 import msgspec
 
-from deltawire.config import RunConfig, changed_settings, flatten, run_config
+from deltawire.config import RunConfig, changed_settings, flatten
 from deltawire.estimates import BudgetSetting
 from deltawire.events import SettingsChanged
 from deltawire.rl.trainer.resume import metadata_at
 from deltawire.runtime.fleet import known_trainer
+from deltawire.runtime.needs import config_of
 from deltawire.runtime.process import Process
 from deltawire.store import Bucket
 from deltawire.sync import newest_version
@@ -31,7 +32,7 @@ def announce_settings(process: Process, run: Run, config: RunConfig) -> dict[str
     status at once, so that processes that start now read them.
     """
     bucket = process.bucket
-    origin = run_config(run.config, url=bucket.url)
+    origin = config_of(run, url=bucket.url)
     settings = changed_settings(config, origin)
     before = last_settings(bucket, run)
     if before == settings:
@@ -63,7 +64,7 @@ def last_settings(bucket: Bucket, run: Run) -> dict[str, Any]:
         return status.settings
     head = newest_version(bucket)
     found = metadata_at(bucket, run, head)[0].settings if head else {}
-    if run_config(run.config, url=bucket.url).budget.controller == "auto":
+    if config_of(run, url=bucket.url).budget.controller == "auto":
         return {key: value for key, value in found.items() if key != STEPS_KEY}
     return found
 

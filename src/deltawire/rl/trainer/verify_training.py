@@ -96,7 +96,7 @@ def verify_training(
     Raises `InputError` if there is no such run or version, `CorruptError` if a needed object is
     damaged or missing.
     """
-    run, config = open_run(bucket)
+    run, config = open_run(bucket, role="trainer")
     if config.midtrain is not None:
         raise InputError(
             "a run of mid-training has no groups to compute its steps from",

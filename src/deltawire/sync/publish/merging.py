@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from deltawire.builds import build_name
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket, in_parallel
 from deltawire.sync.chain.payloads import read_table, store_payload
@@ -81,6 +82,7 @@ def merge_parts(
         created_at=time.time(),
         model_files=files,
         metadata=metadata or {},
+        build=build_name(),
     )
     return manifest, [payload for payload in (delta, anchor) if payload is not None]
 

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import msgspec
 
 from deltawire import codec
+from deltawire.builds import build_name
 from deltawire.codec import Digest
 from deltawire.errors import InputError
 from deltawire.store import Bucket, RetryingBucket, open_bucket
@@ -34,7 +35,7 @@ from deltawire.sync.publish.offload import offloaded_mirror, require_room
 from deltawire.sync.publish.options import PublisherOptions, check_options
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.wire.manifest import Manifest
-from deltawire.wire.run import ModelFile, Run, TensorSpec, chunk_for, new_id
+from deltawire.wire.run import ModelFile, Need, Run, TensorSpec, chunk_for, new_id
 from deltawire.wire.seal import Signer
 
 PART_ELEMENTS = 1 << 23
@@ -73,6 +74,7 @@ def open_publisher(
     specs: list[TensorSpec] | None = None,
     name: str = "run",
     config: dict[str, Any] | None = None,
+    needs: Sequence[Need] = (),
     chunk: int | None = None,
     model_files: list[ModelFile] | None = None,
     directory: Path | str | None = None,
@@ -93,12 +95,13 @@ def open_publisher(
     `read_safetensors` do. ``directory`` is a model directory whose other files, such as its
     configuration and tokenizer, a new run carries, so that ``pull`` writes a directory that loads;
     ``model_files`` are such files that are already stored as blobs, and ``metadata`` is that of
-    version 0. ``run_id`` is a new run's id, random by default. With ``snapshot_dir`` the
-    publisher's two copies of the model lie in files in that folder instead of memory; the files
-    have no name and end with the process. Together with `LazyTensor` values, neither the weights
-    nor the copies need to fit into memory. ``options`` go to `Publisher`; `PublisherOptions` lists
-    them, with their types. Raises `InputError` if the bucket holds a run of another model, for
-    tensors that no engine could load, and for a folder that is missing or too full.
+    version 0. ``needs`` are the features of ``config`` that not every release has. ``run_id`` is a
+    new run's id, random by default. With ``snapshot_dir`` the publisher's two copies of the model
+    lie in files in that folder instead of memory; the files have no name and end with the process.
+    Together with `LazyTensor` values, neither the weights nor the copies need to fit into memory.
+    ``options`` go to `Publisher`; `PublisherOptions` lists them, with their types. Raises
+    `InputError` if the bucket holds a run of another model, for tensors that no engine could load,
+    and for a folder that is missing or too full.
 
     Example::
 
@@ -127,6 +130,7 @@ def open_publisher(
             public_key=key,
             model_files=[*(model_files or []), *files],
             config=config or {},
+            needs=list(needs),
         )
         existing = create_run(bucket, made, signer=signer)
     newest = newest_readable(bucket, existing)
@@ -209,6 +213,7 @@ def _describe(
         id=new_id(),
         name=name,
         created_at=time.time(),
+        build=build_name(),
         tensors=specs,
         digest=_digest_of(tensors, specs).hex(),
         chunk=chunk or chunk_for(specs),

@@ -194,7 +194,7 @@ class TrainingClient:
                 follow(settings)
             raise SystemExit(0)
         bucket = settings.open_bucket()
-        run, config = open_run(bucket)
+        run, config = open_run(bucket, role="trainer")
         if not settings.ranks:
             settings = msgspec.structs.replace(settings, ranks=config.train.ranks)
         configured(bucket, settings)

@@ -86,7 +86,7 @@ class OpenSettings(msgspec.Struct, frozen=True, kw_only=True):
 def configured(bucket: Bucket, settings: OpenSettings) -> tuple[Run, RunConfig]:
     """Returns a run and its configuration with the client's number of ranks. Raises `InputError` if
     that does not divide into the configured axes."""
-    run, config = open_run(bucket)
+    run, config = open_run(bucket, role="trainer")
     if found := config.train.layout_contradiction(settings.ranks):
         raise InputError(f"train: {found[0]}", hint=found[1], run=bucket.url)
     train = msgspec.structs.replace(config.train, ranks=settings.ranks)

@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from deltawire.config import AdapterConfig, run_config
+from deltawire.config import AdapterConfig
 from deltawire.engines.base import EngineRequest, OpenEngine, Sampling, Truncation, top_k_of
 from deltawire.engines.registry import open_engine
 from deltawire.errors import InputError
@@ -32,6 +32,7 @@ from deltawire.export.models import (
     stop_tokens,
 )
 from deltawire.export.quantized import serve_quantized
+from deltawire.runtime.needs import config_of
 from deltawire.store import Bucket
 from deltawire.sync import Follower, newest_version
 from deltawire.train.client.forward import score_tokens, top_tokens
@@ -320,7 +321,7 @@ class SamplingClient:
     def _open(self, folder: Path) -> OpenEngine:
         slots, context, seed, precision = self._limits
         self.tokenizer = load_tokenizer(folder)
-        config = run_config(self.run.config, url=self._bucket.url) if self.run.config else None
+        config = config_of(self.run, url=self._bucket.url) if self.run.config else None
         adapter = config.train.served_adapter if config else AdapterConfig()
 
         def build() -> Any:

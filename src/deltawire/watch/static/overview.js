@@ -142,7 +142,7 @@ function showHeads(place, found) {
 }
 
 const COLUMNS = [
-  ["name", "Process"], ["role", "Role"], ["state", "State"], ["doing", "Doing"], ["version", "Version"], ["lag", "Lag"], ["idle", "Idle"], ["groups", "Groups"], ["restarts", "Restarts"], ["age_s", "Last sign"], ["host", "Host"],
+  ["name", "Process"], ["role", "Role"], ["state", "State"], ["doing", "Doing"], ["version", "Version"], ["lag", "Lag"], ["idle", "Idle"], ["groups", "Groups"], ["restarts", "Restarts"], ["age_s", "Last sign"], ["host", "Host"], ["build", "Build"],
 ];
 const NUMERIC = new Set(["version", "lag", "idle", "groups", "restarts", "age_s"]);
 const RANK = { stalled: 0, silent: 0, alive: 1, unknown: 2, ended: 3 };
@@ -157,7 +157,7 @@ function fleetCard() {
 
   function draw() {
     const text = filter.value.toLowerCase();
-    const found = lines.filter((line) => !text || `${line.name} ${line.role} ${line.state} ${line.doing} ${line.host}`.toLowerCase().includes(text));
+    const found = lines.filter((line) => !text || `${line.name} ${line.role} ${line.state} ${line.doing} ${line.host} ${line.build}`.toLowerCase().includes(text));
     const key = (line) => (sorted === "state" ? [RANK[line.state] ?? 2, line.role || "", line.name] : [line[sorted] ?? (NUMERIC.has(sorted) ? -1 : ""), line.name]);
     found.sort((a, b) => {
       const [left, right] = [key(a), key(b)];
@@ -176,14 +176,14 @@ function fleetCard() {
       h("td", { class: "number" }, number(line.version)),
       h("td", { class: "number" }, line.lag === null ? MISSING : h("span", { class: "lag" }, h("i", { style: { width: `${Math.round(36 * line.lag / most)}px` }, "aria-hidden": "true" }), number(line.lag))),
       h("td", { class: "number" }, percent(line.idle, 0)), h("td", { class: "number" }, number(line.groups)), h("td", { class: "number" }, line.restarts ? number(line.restarts) : MISSING),
-      h("td", { class: "number" }, line.age_s === null ? MISSING : `${age(line.age_s)} ago`), h("td", {}, clean(line.host, 40)))));
+      h("td", { class: "number" }, line.age_s === null ? MISSING : `${age(line.age_s)} ago`), h("td", {}, clean(line.host, 40)), h("td", {}, clean(line.build, 64)))));
     replace(count, total > lines.length ? `${number(lines.length)} of ${number(total)} processes; those with problems first` : found.length > 300 ? `300 of ${number(found.length)} are shown` : "");
   }
 
   return {
     element,
     update(found) {
-      lines = (found.status?.processes || []).map((line) => ({ ...line, name: clean(line.name, 64), host: clean(line.host, 64) }));
+      lines = (found.status?.processes || []).map((line) => ({ ...line, name: clean(line.name, 64), host: clean(line.host, 64), build: clean(line.build, 64) }));
       total = found.processes;
       element.hidden = !lines.length;
       draw();
