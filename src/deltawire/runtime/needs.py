@@ -19,15 +19,10 @@ def needs_of(config: RunConfig) -> list[Need]:
     ]
 
 
-def config_of(run: Run, *, url: str, role: str = "") -> RunConfig:
-    """Returns a run's configuration for a process of ``role``; without one, for a view.
-
-    Features that this build does not have are left out if the role does not act on them. Raises
-    `InputError` if it does, naming the features and the release that has them, for a run without a
-    configuration, and for one that this build cannot read.
-    """
-    missing = [need for need in run.needs if need.feature not in FEATURES]
-    needed = [need for need in missing if role and (role == "trainer" or role in need.roles)]
+def check_needs(run: Run, role: str, *, url: str) -> None:
+    """Raises `InputError` if a process of ``role`` lacks a feature that it needs for this run,
+    naming the features and the release that has them."""
+    needed = [need for need in _missing(run) if role == "trainer" or role in need.roles]
     if needed:
         since = max((need.since for need in needed), key=release_of)
         names = ", ".join(need.feature for need in needed[:MAX_NAMED])
@@ -37,5 +32,20 @@ def config_of(run: Run, *, url: str, role: str = "") -> RunConfig:
             hint="start it with that release or a later one (docs/UPGRADING.md)",
             run=url,
         )
-    raw = without_features(run.config, [need.feature for need in missing])
+
+
+def config_of(run: Run, *, url: str, role: str = "") -> RunConfig:
+    """Returns a run's configuration for a process of ``role``; without one, for a view.
+
+    Features that this build does not have are left out if the role does not act on them. Raises
+    `InputError` as `check_needs` does, for a run without a configuration, and for one that this
+    build cannot read.
+    """
+    if role:
+        check_needs(run, role, url=url)
+    raw = without_features(run.config, [need.feature for need in _missing(run)])
     return run_config(raw, url=url, created_by=run.build)
+
+
+def _missing(run: Run) -> list[Need]:
+    return [need for need in run.needs if need.feature not in FEATURES]

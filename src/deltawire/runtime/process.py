@@ -14,14 +14,14 @@ from types import FrameType
 from typing import Any
 
 from deltawire.config import RunConfig, with_settings
-from deltawire.errors import FencedError, InputError
+from deltawire.errors import DeltawireError, FencedError, InputError
 from deltawire.events import Life, Role
 from deltawire.runtime.event_log import EventLog
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.heartbeat import HEARTBEAT_S, HeartbeatWriter, read_heartbeat
 from deltawire.runtime.lease import Lease
 from deltawire.runtime.liveness import Liveness
-from deltawire.runtime.needs import config_of
+from deltawire.runtime.needs import check_needs, config_of
 from deltawire.store import Bucket
 from deltawire.store.retrying import RetryingBucket
 from deltawire.sync.chain.objects import find_run
@@ -143,8 +143,14 @@ class Process:
         """Holds the process's name and writes heartbeats while the body runs.
 
         Raises `FencedError` if an unsupervised worker's name belongs to a process that is alive;
-        any other process takes over its name.
+        any other process takes over its name. Raises `InputError` before that if this build lacks
+        a feature that the run needs: it would end the process that has the name, and do nothing.
         """
+        run = None
+        with contextlib.suppress(DeltawireError):  # Who needs the run says why it cannot be read.
+            run = find_run(self.bucket)
+        if run is not None:
+            check_needs(run, self.role, url=self.bucket.url)
         if self.role == "worker" and not self.supervised:
             self.refuse_live_namesake()
         self.heartbeat.start()

@@ -10,7 +10,7 @@ from deltawire.config import parse_config
 from deltawire.config.features import FEATURES, Feature, stored_settings
 from deltawire.errors import InputError
 from deltawire.runtime.needs import config_of, needs_of
-from deltawire.runtime.process import open_run
+from deltawire.runtime.process import Process, open_run
 from deltawire.store import open_bucket
 from deltawire.sync import create_run, read_run
 from deltawire.wire.run import Need, Run, TensorSpec
@@ -109,3 +109,16 @@ def test_a_deep_need_is_read():
     need = Need(feature=".".join("a" * 64), since="0.2", roles=["worker"])
     run = make_run(stored_settings(parse_config({"name": "n"}, source="test")), [need])
     assert config_of(run, url="r").name == "n"
+
+
+@pytest.mark.parametrize("role", ["trainer", "worker"])
+def test_a_process_that_is_refused_does_not_take_the_name(newer, role):
+    """The process of the newer release that has the name would end."""
+    bucket = open_bucket("memory://")
+    create_run(bucket, newer)
+    process = Process(bucket, role, role, supervised=True)
+    with pytest.raises(InputError, match="this run needs"), process.registered():
+        pass
+    assert bucket.list("leases/") == bucket.list("heartbeats/") == []
+    with Process(bucket, "evaluator", "evaluator", supervised=True).registered():
+        assert len(bucket.list("leases/")) == 1

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -390,19 +391,18 @@ class ShardPublisher:
             self._anchors.wait()
         encoded = self._writer.encode()
         encoded_at = time.perf_counter()
-        self._create_part(
-            keys.part(version, self._session, self.rank),
-            self._writer.part(encoded, rank=self.rank, ranks=self.ranks),
-        )
+        part = self._writer.part(encoded, rank=self.rank, ranks=self.ranks)
+        store = partial(self._create_part, keys.part(version, self._session, self.rank), part)
+        store()
         changed = encoded.changed
         if self.rank == LEADER:
-            parts = self._await_parts(version, keys.part)
+            parts = self._await_parts(version, keys.part, store)
             changed = sum(part.changed for part in parts)
             manifest, data = self._writer.merge(parts, nonce=self._session, metadata=metadata)
             manifest = self._check_mine(create_manifest(self._writer, manifest, data))
             self._writer.check_run()
         else:
-            manifest = self._await_manifest(version)
+            manifest = self._await_manifest(version, store)
         self._writer.confirm(manifest, encoded)
         self._writer.advance(manifest, encoded)
         step.committed = True
@@ -471,14 +471,17 @@ class ShardPublisher:
         """
         version = manifest.version
         part = self._writer.anchor_part(manifest, payload, rank=self.rank, ranks=self.ranks)
-        self._create_part(keys.anchor_part(version, self._session, self.rank), part)
+        store = partial(
+            self._create_part, keys.anchor_part(version, self._session, self.rank), part
+        )
+        store()
         if self.rank == LEADER:
-            parts = self._await_parts(version, keys.anchor_part)
+            parts = self._await_parts(version, keys.anchor_part, store)
             refs = [one.anchor for one in parts]
             self._anchors.create(manifest, merge_payloads(self.bucket, self.run, refs, {}))
             self._delete_parts(version, keys.anchor_part)
         else:
-            self._await_anchor(version)
+            self._await_anchor(version, store)
 
     def _after_anchor(self, stats: AnchorStats) -> None:
         if not stats.error:
@@ -486,9 +489,9 @@ class ShardPublisher:
         if self._on_anchor is not None:
             self._on_anchor(stats)
 
-    def _await_anchor(self, version: int) -> None:
+    def _await_anchor(self, version: int, store: Callable[[], None]) -> None:
         key = keys.compacted(None, version)
-        patience = Patience(self.bucket.url, self._timeout_s)
+        patience = Patience(self.bucket.url, self._timeout_s, store)
         while not self.bucket.exists(key):
             self._check_refusal(version)
             if patience.over:
@@ -507,7 +510,7 @@ class ShardPublisher:
                 key=key,
             )
 
-    def _await_parts(self, version: int, key_of: PartKey) -> list[Part]:
+    def _await_parts(self, version: int, key_of: PartKey, store: Callable[[], None]) -> list[Part]:
         """Returns all ranks' parts in order, read as listings show them.
 
         Raises `RetryError` if one is missing for too long, `ResyncError` if a rank refused.
@@ -515,7 +518,7 @@ class ShardPublisher:
         prefix = keys.parts_of(version, self._session)
         names = [key_of(version, self._session, rank) for rank in range(self.ranks)]
         found: dict[int, Part] = {}
-        patience = Patience(self.bucket.url, self._timeout_s)
+        patience = Patience(self.bucket.url, self._timeout_s, store)
         pause_s = FIRST_PAUSE_SHARE * self.bucket.poll_s
         while True:
             listed = set(self.bucket.list(prefix))
@@ -553,8 +556,8 @@ class ShardPublisher:
             )
         return part
 
-    def _await_manifest(self, version: int) -> Manifest:
-        patience = Patience(self.bucket.url, self._timeout_s)
+    def _await_manifest(self, version: int, store: Callable[[], None]) -> Manifest:
+        patience = Patience(self.bucket.url, self._timeout_s, store)
         while (found := self._writer.find(version)) is None:
             self._check_refusal(version)
             if patience.over:

@@ -7,6 +7,7 @@ from shard_ranks import RANKS, close, publish_all, rank_publisher, shards
 
 from deltawire.errors import FencedError, InputError, ResyncError, RetryError
 from deltawire.store import open_bucket, retrying
+from deltawire.store.request_limit import note_refusal
 from deltawire.sync import Subscriber, load_mirror, newest_version
 from deltawire.sync.publish.encoding import chunks_of
 from deltawire.testing.faulty import FaultyBucket
@@ -108,6 +109,27 @@ def test_a_rank_that_refuses_tells_the_others_at_once(bucket, monkeypatch, rank)
         assert "\x1b" not in errors[other].message
     close(publishers)
     assert newest_version(bucket) == 0
+
+
+def test_a_rank_waits_for_a_leader_whose_writes_are_refused(bucket, monkeypatch):
+    """What it reads is not refused. So it writes its part again, and waits while that is."""
+    monkeypatch.setattr("deltawire.store.request_limit._REFUSED", {})  # Other tests' store too.
+    rank = rank_publisher(bucket, 1, timeout_s=0.1)
+    create, attempts = rank._create_part, []
+
+    def refused(key, part):
+        attempts.append(key)
+        create(key, part)
+        if 1 < len(attempts) < 5:
+            note_refusal(bucket.url)
+
+    monkeypatch.setattr(rank, "_create_part", refused)
+    (error,) = publish_all([rank], 0)
+    assert isinstance(error, RetryError)
+    assert "the manifest did not appear" in error.message
+    assert len(attempts) == 5, "its part, three attempts that were refused, and one that was not"
+    assert len(set(attempts)) == 1
+    close([rank])
 
 
 def test_a_leader_that_refuses_the_merged_version_tells_the_others(bucket, monkeypatch):

@@ -1,0 +1,277 @@
+"""A running run is moved to the next release and back, one process after another.
+
+Two builds take part: the one that is tested, and a copy of it with the number and a feature of the
+next release (`two_builds`). Nothing is lost or done twice, and every follower goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.request
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import tiny_config
+from two_builds import NEXT, command_of, make_next_build
+
+from deltawire import codec
+from deltawire.builds import build_name
+from deltawire.dashboard.status import Watch, builds_in
+from deltawire.launch.live_secret import SecretPlace, create_secret
+from deltawire.rl.evaluate.audit import audit_fates
+from deltawire.rl.trainer.verify_training import verify_training
+from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.heartbeat import read_heartbeat
+from deltawire.store import open_bucket
+from deltawire.sync import find_run, load_mirror, newest_version, read_manifest, read_run
+from deltawire.wire import keys
+
+pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(3600)]
+
+PATIENCE_S = 600.0
+NUMBERS = re.compile(r" on http://127\.0\.0\.1:(\d+)")
+CONFIG = f"""
+name = "upgraded"
+{tiny_config.MODEL}[task]
+heldout = 4
+options = {{ min_word_len = 3, max_word_len = 4 }}
+[warm_start]
+max_steps = 2
+check_every = 2
+{tiny_config.ROLLOUT}[train]
+versions = 1000000
+groups_per_step = 4
+max_staleness = 2
+checkpoint_every = 4
+anchor_every = 5
+[evaluate]
+every = 3
+samples = 1
+"""
+
+
+class Fleet:
+    """The processes of one run, each of the build that it was last started with."""
+
+    def __init__(self, folder: Path, builds: dict[str, Path | None]) -> None:
+        self.folder = folder
+        self.builds = builds
+        self.bucket = open_bucket(str(folder / "bucket"), create=True)
+        self.copy = open_bucket(str(folder / "copy"), create=True)
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self.count = 0
+        (folder / "run.toml").write_text(CONFIG)
+
+    def arguments(self, name: str) -> list[str]:
+        url = self.bucket.url
+        if name == "trainer":
+            config, model = str(self.folder / "run.toml"), str(self.folder / "model")
+            return ["trainer", url, "--config", config, "--model", model]
+        if name == "evaluator":
+            return ["evaluator", url]
+        if name == "relay":
+            return ["relay", url, self.copy.url, "--follow", "--json"]
+        if name == "pull":
+            return ["pull", url, str(self.folder / "pulled"), "--follow", "--json"]
+        if name == "replica":
+            return ["replica", url, "--port", "0"]
+        if name == "gateway":
+            replica = f"http://127.0.0.1:{self.port('replica')}"
+            state, secret = str(self.folder / "state"), str(self.folder / "live.secret")
+            words = ["gateway", url, "--port", "0", "--replica", replica, "--state", state]
+            return [*words, "--secret", secret, "--capture-header"]
+        return ["worker", url, "--id", name]
+
+    def start(self, name: str, build: str) -> None:
+        self.count += 1
+        log = self.folder / f"{name}.log"
+        with log.open("ab") as output:
+            output.truncate(0)
+            self.started[name] = subprocess.Popen(
+                [*command_of(self.builds[build]), *self.arguments(name)],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=self.folder,
+                env={
+                    **os.environ, "DELTAWIRE_TOKEN": "t", "DELTAWIRE_ADMIN_TOKEN": "a",
+                    "DELTAWIRE_REPLICA_KEY": "k", "OMP_NUM_THREADS": "1",
+                },
+            )  # fmt: skip
+
+    def stop(self, name: str) -> None:
+        process = self.started.pop(name)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) in (0, 130), self.printed(name)
+
+    def printed(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")[-4000:]
+
+    def port(self, name: str) -> int:
+        self.until(lambda: NUMBERS.search(self.printed(name)) is not None, name)
+        return int(NUMBERS.findall(self.printed(name))[-1])
+
+    def until(self, condition, what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            for name, process in self.started.items():
+                assert process.poll() is None, f"{name} ended: {self.printed(name)}"
+            assert time.monotonic() < deadline, f"{what}: waited too long"
+            time.sleep(0.1)
+
+    def version(self) -> int:
+        return -1 if (found := newest_version(self.bucket)) is None else found
+
+    def versions_more(self, number: int) -> None:
+        wanted = self.version() + number
+        self.until(lambda: self.version() >= wanted, f"version {wanted}")
+
+    def goes_on(self, name: str) -> None:
+        """Waits until a process of the build that was started last has done something."""
+        if name == "trainer":
+            self.versions_more(2)
+        elif name == "relay":
+            wanted = self.version()
+            self.until(lambda: (newest_version(self.copy) or 0) >= wanted, "the relay")
+        elif name == "pull":
+            wanted = self.version()
+            self.until(lambda: self.pulled() >= wanted, "the directory")
+        elif name in ("replica", "gateway"):
+            if name == "gateway":
+                self.until(lambda: " ready" in self.printed("gateway"), "a ready replica")
+                assert self.ask()
+        else:
+            key = keys.rollouts_of(name) if name != "evaluator" else f"{keys.EVENTS}evaluator"
+            before = len(self.bucket.list(key))
+            self.until(lambda: len(self.bucket.list(key)) > before, f"work of {name}")
+
+    def pulled(self) -> int:
+        """The version that the directory shows: the last that the command reported."""
+        found = re.findall(r'"version": ?(\d+)', self.printed("pull"))
+        return int(found[-1]) if found else -1
+
+    def ask(self) -> str:
+        body = {"model": "policy", "messages": [{"role": "user", "content": "abc"}]}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port('gateway')}/v1/chat/completions",
+            data=json.dumps({**body, "max_tokens": 4}).encode(),
+            headers={"authorization": "Bearer t", "content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return json.loads(answer.read())["id"]
+
+    def close(self) -> None:
+        for process in self.started.values():
+            process.kill()
+            process.wait()
+
+
+ORDER = ["w0", "w1", "evaluator", "relay", "pull", "replica", "gateway", "trainer"]
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory) -> dict[str, Path | None]:
+    return {"this": None, "next": make_next_build(tmp_path_factory.mktemp("next"))}
+
+
+@pytest.fixture
+def fleet(tmp_path, builds):
+    found = Fleet(tmp_path, builds)
+    yield found
+    found.close()
+
+
+def make_model(fleet: Fleet, build: str) -> None:
+    words = ["warm-start", str(fleet.folder / "run.toml"), "--out", str(fleet.folder / "model")]
+    subprocess.run([*command_of(fleet.builds[build]), *words], check=True, timeout=PATIENCE_S)
+
+
+def begin(fleet: Fleet, build: str) -> None:
+    """Starts every process of the run with one build."""
+    make_model(fleet, build)
+    fleet.start("trainer", build)
+    fleet.until(lambda: fleet.version() >= 0, "version 0")
+    create_secret(fleet.bucket, read_run(fleet.bucket), SecretPlace(fleet.folder / "live.secret"))
+    for name in ORDER[:-1]:
+        fleet.start(name, build)
+    fleet.versions_more(2)
+    for name in ORDER:
+        fleet.goes_on(name)
+
+
+def move(fleet: Fleet, build: str, name_of: dict[str, str]) -> None:
+    """Replaces one process after another by one of another build; each goes on before the next."""
+    for name in ORDER:
+        fleet.stop(name)
+        fleet.start(name, build)
+        fleet.goes_on(name)
+        if name == "w0":
+            shown = builds_in(Watch(fleet.bucket).poll().processes)
+            assert sorted(shown) == sorted(name_of.values())
+            assert shown[name_of[build]] == ["w0"]
+    for name in ("trainer", "w0", "w1", "evaluator"):
+        heartbeat = read_heartbeat(fleet.bucket, name)
+        assert heartbeat is not None
+        assert heartbeat.build == name_of[build]
+
+
+@pytest.mark.parametrize(("first", "second"), [("this", "next"), ("next", "this")])
+def test_a_run_is_upgraded_and_moved_back(fleet, first, second):
+    """With ``next`` first, the run itself was created by the next release."""
+    name_of = {"this": build_name(), "next": NEXT}
+    begin(fleet, first)
+    move(fleet, second, name_of)
+    move(fleet, first, name_of)
+    for name in ("w0", "w1", "evaluator", "trainer"):
+        fleet.stop(name)
+    newest = fleet.version()
+    fleet.goes_on("relay")
+    fleet.goes_on("pull")
+    fleet.close()
+    fleet.started.clear()
+    status = read_trainer(fleet.bucket)
+    assert (status.phase, status.version) == ("stopped", newest)
+    run = read_run(fleet.bucket)
+    assert run.build == name_of[first]
+    written = [read_manifest(fleet.bucket, run, version).build for version in range(newest + 1)]
+    periods = [
+        written[0],
+        *(two for one, two in pairwise(written) if one != two),
+    ]
+    assert periods == [name_of[first], name_of[second], name_of[first]]
+    fates = audit_fates(fleet.bucket, max_staleness=2)
+    assert fates.consumed == 4 * newest
+    assert (fates.twice, fates.forgotten) == ([], [])
+    replayed = verify_training(fleet.bucket)
+    assert replayed.exact, f"version {replayed.differs}: {replayed.reason}"
+    assert replayed.last == newest
+    digest = read_manifest(fleet.bucket, run, newest).digest
+    for bucket in (fleet.bucket, fleet.copy):
+        held = load_mirror(bucket, find_run(bucket), at=newest)
+        assert codec.digest_model(held.tensors).hex() == digest
+    verified = [*command_of(None), "pull", fleet.bucket.url, str(fleet.folder / "pulled")]
+    subprocess.run([*verified, "--verify"], check=True, timeout=PATIENCE_S)
+
+
+def test_a_worker_that_lacks_a_feature_says_so(fleet):
+    path = fleet.folder / "run.toml"
+    path.write_text(CONFIG.replace("workers = 2", "workers = 2\ntempo = 3"))
+    make_model(fleet, "next")
+    fleet.start("trainer", "next")
+    fleet.until(lambda: fleet.version() >= 0, "version 0")
+    for role, *options in (("worker", "--id", "old"), ("trainer",)):
+        words = [*command_of(None), role, fleet.bucket.url, *options]
+        ended = subprocess.run(
+            words, check=False, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert ended.returncode == 2, ended.stderr
+        said = f"this run needs deltawire 0.2 for rollout.tempo; this {role} is {build_name()}"
+        assert said in ended.stderr
+    fleet.start("w0", "next")
+    fleet.start("evaluator", "this")
+    fleet.versions_more(2)
+    shown = builds_in(Watch(fleet.bucket).poll().processes)
+    assert shown == {build_name(): ["evaluator"], NEXT: ["trainer", "w0"]}
