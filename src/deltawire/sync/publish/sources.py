@@ -112,9 +112,7 @@ def open_publisher(
     if specs is None:
         check_names(tensors)
     check_options(options)
-    if isinstance(bucket, str | os.PathLike):
-        bucket = open_bucket(bucket, create=True)
-    bucket = RetryingBucket.over(bucket)
+    bucket = _opened(bucket)
     key = signer.public_key if signer else ""
     existing = find_run(bucket, public_key=key)
     stored = {spec.name for spec in existing.tensors} if existing else set[str]()
@@ -134,12 +132,17 @@ def open_publisher(
         )
         existing = create_run(bucket, made, signer=signer)
     newest = newest_readable(bucket, existing)
-    digest = made.digest if made is not None else None
-    _check_same_model(bucket, existing, newest, tensors, *table, digest=digest)
+    _check_same_model(bucket, existing, newest, tensors, *table, made=made)
     publisher = _continued(bucket, existing, newest, signer, snapshot_dir, options)
     if publisher.version < 0:
         _publish_first(publisher, tensors, metadata)
     return publisher
+
+
+def _opened(bucket: Bucket | str | os.PathLike[str]) -> Bucket:
+    if isinstance(bucket, str | os.PathLike):
+        bucket = open_bucket(bucket, create=True)
+    return RetryingBucket.over(bucket)
 
 
 def _publish_first(
@@ -243,13 +246,13 @@ def _check_same_model(
     specs: list[TensorSpec],
     aliases: dict[str, str],
     *,
-    digest: str | None = None,
+    made: Run | None,
 ) -> None:
-    """Raises `InputError` unless a publisher of ``tensors`` can continue or start ``run``;
-    ``digest`` is theirs if it is known: computing it reads all of them."""
+    """Raises `InputError` unless a publisher of ``tensors`` can continue or start ``run``; ``made``
+    describes them if it was made: computing their digest reads all of them."""
     same = run.tensors == specs and run.aliases == aliases
     if same and newest is None and newest_version(bucket) is None:
-        same = run.digest == (digest or _digest_of(tensors, specs).hex())
+        same = run.digest == (made.digest if made else _digest_of(tensors, specs).hex())
     if not same:
         raise another_model(bucket, run.tensors, specs)
 
