@@ -30,7 +30,6 @@ from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.heartbeat import read_heartbeat
 from deltawire.store import open_bucket
 from deltawire.sync import find_run, load_mirror, newest_version, read_manifest, read_run
-from deltawire.wire import keys
 
 pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -144,9 +143,13 @@ class Fleet:
                 self.until(lambda: " ready" in self.printed("gateway"), "a ready replica")
                 assert self.ask()
         else:
-            key = keys.rollouts_of(name) if name != "evaluator" else f"{keys.EVENTS}evaluator"
-            before = len(self.bucket.list(key))
-            self.until(lambda: len(self.bucket.list(key)) > before, f"work of {name}")
+            self.until(lambda: self.finished(name) > 0, f"work of {name}")
+
+    def finished(self, name: str) -> int:
+        """How many groups or evaluations the present process of a name has finished."""
+        heartbeat = read_heartbeat(self.bucket, name)
+        ours = heartbeat is not None and heartbeat.pid == self.started[name].pid
+        return heartbeat.finished if ours else 0
 
     def pulled(self) -> int:
         """The version that the directory shows: the last that the command reported."""
