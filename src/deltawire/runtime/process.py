@@ -147,7 +147,7 @@ class Process:
         a feature that the run needs: it would end the process that has the name, and do nothing.
         """
         run = None
-        with contextlib.suppress(DeltawireError):  # Who needs the run says why it cannot be read.
+        with contextlib.suppress(DeltawireError):  # Its reader says why it is damaged.
             run = find_run(self.bucket)
         if run is not None:
             check_needs(run, self.role, url=self.bucket.url)
