@@ -24,11 +24,14 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from deltawire.config import run_config, with_settings
+from deltawire.builds import build_name
+from deltawire.config import with_settings
+from deltawire.config.features import stored_settings
 from deltawire.config.sections import RunConfig
 from deltawire.errors import CorruptError, InputError
 from deltawire.launch.branches.fork_places import FORK_RECORD, ForkRecord
 from deltawire.runtime.fleet import known_trainer
+from deltawire.runtime.needs import config_of, needs_of
 from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync import find_run, read_manifest
 from deltawire.sync.chain.objects import create_run, read_compacted_delta
@@ -74,10 +77,16 @@ def fork_run(
     """
     tag = keys.fork_tag(name)
     config = _config_of(parent, run, settings or {})
-    raw = msgspec.to_builtins(config) if config is not None else run.config
+    raw = stored_settings(config) if config is not None else run.config
     seen = msgspec.json.encode([run.id, version, name, raw], order="deterministic")
     described = msgspec.structs.replace(
-        run, id=blake3(seen).hexdigest()[:32], name=name, created_at=time.time(), config=raw
+        run,
+        id=blake3(seen).hexdigest()[:32],
+        name=name,
+        created_at=time.time(),
+        config=raw,
+        needs=needs_of(config) if config is not None else run.needs,
+        build=build_name(),
     )
     location = f"{parent.url.rstrip('/')}/{keys.fork(name)}"
     place = RetryingBucket.over(open_bucket(location, create=True))
@@ -110,7 +119,7 @@ def _config_of(parent: Bucket, run: Run, settings: Mapping[str, Any]) -> RunConf
             hint="fork an unsigned run, or a signed one that holds only weights",
             run=parent.url,
         )
-    config = run_config(run.config, url=parent.url)
+    config = config_of(run, url=parent.url, role="trainer")
     status = known_trainer(parent)
     config = with_settings(config, status.settings if status else {}, source=parent.url)
     if config.train.adapters or config.train.also_publish or config.line is not None:
