@@ -224,7 +224,7 @@ def test_builds_of_processes_are_shown(bucket, build, words, problems) -> None:
     put_heartbeat(bucket, "w9", at=NOW - 1, build="9.0.0", ended=True)
     found = look(bucket)
     assert words in shown(found)
-    assert [one[:37] for one in found.problems if one.startswith("builds")] == problems
+    assert [one[:36] for one in found.problems if one.startswith("builds")] == problems
     assert {line.name: line.build for line in found.processes}["w0"] == build
 
 
