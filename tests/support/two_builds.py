@@ -36,8 +36,8 @@ EDITS = {
         )
     ],
 }
-"""What the next release has: a number, a setting that workers must know, and a member of heartbeats
-that this release does not know."""
+"""The next release has a number, a setting that workers must know, and a member of heartbeats that
+this release does not know."""
 
 
 def make_next_build(folder: Path) -> Path:

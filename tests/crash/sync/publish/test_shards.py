@@ -112,7 +112,7 @@ def test_a_rank_that_refuses_tells_the_others_at_once(bucket, monkeypatch, rank)
 
 
 def test_a_rank_waits_for_a_leader_whose_writes_are_refused(bucket, monkeypatch):
-    """What it reads is not refused. So it writes its part again, and waits while that is."""
+    """Its reads are not refused. So it writes its part again, and waits while that is."""
     monkeypatch.setattr("deltawire.store.request_limit._REFUSED", {})  # Other tests' store too.
     rank = rank_publisher(bucket, 1, timeout_s=0.1)
     create, attempts = rank._create_part, []
