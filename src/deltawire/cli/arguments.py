@@ -207,7 +207,27 @@ def add_user(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of commands that start a whole job: its key, and what they print."""
+    """Adds the options of commands that start a whole job: its limits, its key, and what they
+    print."""
+    parser.add_argument(
+        "--max-hours", type=float, metavar="H", help="stop this session after so many hours"
+    )
+    parser.add_argument(
+        "--max-dollars",
+        type=float,
+        metavar="D",
+        help="stop it once it has cost this much, at --hourly-dollars",
+    )
+    parser.add_argument(
+        "--hourly-dollars", type=float, metavar="D", help="what the run's machines cost in an hour"
+    )
+    parser.add_argument(
+        "--notify",
+        default="",
+        metavar="COMMAND",
+        help="run this if the run fails or reaches a limit, with DELTAWIRE_EVENT, DELTAWIRE_RUN "
+        "and DELTAWIRE_REASON",
+    )
     add_key(parser)
     parser.add_argument(
         "--allow-rollback",

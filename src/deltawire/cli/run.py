@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from deltawire.config import RunConfig
+    from deltawire.dashboard.summary import Summary
+    from deltawire.launch.run_limits import Deadline
+    from deltawire.launch.session import Job
     from deltawire.runtime.children import Launcher
 
 
@@ -55,11 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.launch.checks import check_start, check_tasks, warnings_of
     from deltawire.launch.processes import read_config, refuse_memory
     from deltawire.launch.role_keys import RunKeys, refuse_signed
-    from deltawire.launch.session import Job, check_audit, execute, only_one, open_output
+    from deltawire.launch.run_limits import deadline_of
+    from deltawire.launch.session import Job, check_audit, only_one, open_output
     from deltawire.runtime.trusted import ReaderTrust, trusted
     from deltawire.wire.roles import SUPERVISOR_ROLE
 
     path = Path(arguments.config)
+    deadline = deadline_of(arguments.max_hours, arguments.max_dollars, arguments.hourly_dollars)
     config = read_config(path, seed=arguments.seed, engine=arguments.engine, shape=arguments.shape)
     if config.midtrain is not None and arguments.command == "run":
         raise InputError(
@@ -94,16 +99,46 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(served.words, soft_wrap=True, markup=False, emoji=False)
         job = Job(config, path, arguments.seed, out, bucket, engine=arguments.engine, keys=keys)
         job.write_shape()
-        plain = arguments.plain or not console.is_terminal
-        summary = execute(job, console, plain=plain, launcher=launcher)
-    if summary is None:
-        return INTERRUPTED
+        summary = _execute(arguments, job, console, launcher=launcher, deadline=deadline)
+        if summary is None:
+            return INTERRUPTED
     if arguments.json:
         Console().print_json(msgspec.json.encode(summary).decode(), ensure_ascii=True)
     else:
         console.print(screen(summary, report=str(out / "report.html")))
     check_audit(summary)
     return 0
+
+
+def _execute(
+    arguments: argparse.Namespace,
+    job: Job,
+    console: Console,
+    *,
+    launcher: Launcher | None,
+    deadline: Deadline | None,
+) -> Summary | None:
+    """Runs the job within its limits, and tells --notify of a failure or a limit."""
+    from deltawire.errors import DeltawireError
+    from deltawire.launch.run_limits import notify
+    from deltawire.launch.session import execute
+
+    plain = arguments.plain or not console.is_terminal
+    event = reason = ""
+    try:
+        summary = execute(job, console, plain=plain, launcher=launcher, deadline=deadline)
+        if summary is None and deadline is not None and deadline.reached:
+            event, reason = "limit", "the limit of hours or dollars is reached"
+            console.print(reason)
+    except DeltawireError as error:
+        event, reason = "failed", str(error)
+        raise
+    finally:
+        if event and (
+            fault := notify(arguments.notify, event=event, run=job.bucket.url, reason=reason)
+        ):
+            console.print(f"warning: {fault}", soft_wrap=True, markup=False, emoji=False)
+    return summary
 
 
 def _launcher(

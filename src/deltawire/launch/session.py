@@ -29,6 +29,7 @@ from deltawire.dashboard.summary import Summary
 from deltawire.errors import InputError
 from deltawire.launch.checks import check_start
 from deltawire.launch.role_keys import RunKeys
+from deltawire.launch.run_limits import Deadline
 from deltawire.launch.status_writer import StatusWriter
 from deltawire.launch.watching import Watcher, summary_of
 from deltawire.private_files import open_private
@@ -191,12 +192,18 @@ def check_audit(summary: Summary) -> None:
 
 
 def execute(
-    job: Job, console: Console, *, plain: bool, launcher: Launcher | None = None
+    job: Job,
+    console: Console,
+    *,
+    plain: bool,
+    launcher: Launcher | None = None,
+    deadline: Deadline | None = None,
 ) -> Summary | None:
     """Runs a job to its end and writes its report; None if it was interrupted. ``launcher`` decides
     where its processes run, by default on this machine.
 
-    On the first SIGINT or SIGTERM the processes finish their current step; the second kills them.
+    On the first SIGINT or SIGTERM, and at the ``deadline``, the processes finish their current
+    step; the second signal kills them.
     """
     stop: list[int] = []
 
@@ -220,8 +227,12 @@ def execute(
     try:
         watcher.start()
         status_writer.start()
+        if deadline is not None:
+            deadline.start(stop)
         verdicts = _stages(job, supervisor, watcher, stop)
     finally:
+        if deadline is not None:
+            deadline.cancel()
         watcher.end_view()
         if stop:
             console.print("stopping after the current step; interrupt again to stop now")

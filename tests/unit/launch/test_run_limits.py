@@ -1,0 +1,97 @@
+"""A session stops at its limit as at a signal, and tells a command of failures."""
+
+import argparse
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from deltawire.cli import run
+from deltawire.cli.main import main
+from deltawire.errors import InputError, RetryError
+from deltawire.launch import session
+from deltawire.launch.run_limits import Deadline, deadline_of, notify
+
+TELL = (
+    "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text('|'.join("
+    "os.environ[f'DELTAWIRE_{name}'] for name in ('EVENT', 'RUN', 'REASON')))"
+)
+
+
+def telling(path):
+    return f'{sys.executable} -c "{TELL}" {path}'
+
+
+def executed(monkeypatch, execute, command, deadline):
+    monkeypatch.setattr(session, "execute", execute)
+    arguments = argparse.Namespace(notify=command, plain=True)
+    job = SimpleNamespace(bucket=SimpleNamespace(url="memory://run"))
+    return run._execute(arguments, job, Console(quiet=True), launcher=None, deadline=deadline)
+
+
+def test_a_session_is_asked_to_stop_at_its_limit(monkeypatch, tmp_path):
+    def execute(*_, deadline, **__):
+        stopped = threading.Event()
+        stop = SimpleNamespace(append=lambda _: stopped.set())
+        deadline.start(stop)
+        assert stopped.wait(60)
+        deadline.cancel()
+
+    told = tmp_path / "told"
+    assert executed(monkeypatch, execute, telling(told), Deadline(0.01)) is None
+    assert told.read_text() == "limit|memory://run|the limit of hours or dollars is reached"
+
+
+def test_a_failure_is_told_and_stays_the_failure(monkeypatch, tmp_path):
+    def execute(*_, **__):
+        raise RetryError("the trainer cannot be kept running")
+
+    told = tmp_path / "told"
+    with pytest.raises(RetryError):
+        executed(monkeypatch, execute, telling(told), None)
+    assert told.read_text() == "failed|memory://run|the trainer cannot be kept running"
+    with pytest.raises(RetryError):
+        executed(monkeypatch, execute, "/no/such/program", None)
+
+
+def test_nobody_is_told_of_a_signal_or_an_end(monkeypatch, tmp_path):
+    told = tmp_path / "told"
+    for summary in (None, "summary"):
+        found = executed(monkeypatch, lambda *_, s=summary, **__: s, telling(told), Deadline(1e6))
+        assert found == summary
+    assert not told.exists()
+
+
+def test_the_earlier_limit_counts():
+    assert deadline_of(None, None, None) is None
+    assert deadline_of(2.0, None, None)._limit_s == 7200
+    assert deadline_of(2.0, 30.0, 20.0)._limit_s == 5400
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((0.0, None, None), "--max-hours 0.0 is no number above 0"),
+        ((float("nan"), None, None), "no number above 0"),
+        ((None, 5.0, None), "are given together"),
+        ((None, None, 5.0), "are given together"),
+    ],
+)
+def test_limits_that_mean_nothing(given, message):
+    with pytest.raises(InputError, match=message):
+        deadline_of(*given)
+
+
+def test_a_wrong_limit_is_an_error_before_anything_starts(tmp_path, capsys):
+    assert main(["run", "none.toml", "--max-dollars", "5"]) == 2
+    assert "are given together" in capsys.readouterr().err
+
+
+def test_what_became_of_the_command_is_said(tmp_path):
+    words = {"event": "failed", "run": "r", "reason": "x"}
+    assert notify("", **words) == ""
+    assert "status 3" in notify(f'{sys.executable} -c "raise SystemExit(3)"', **words)
+    assert "--notify: " in notify("/no/such/program", **words)
+    assert "--notify: " in notify("'", **words)
