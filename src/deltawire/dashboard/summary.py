@@ -260,10 +260,7 @@ def summarize(
         bytes=_bytes(state),
         staleness=_staleness(state, bound, audit),
         proof=None if audit is None else _proof(audit),
-        idle=Idle(
-            trainer=value("trainer_idle", state),
-            workers=value("workers_idle", state),
-        ),
+        idle=Idle(trainer=value("trainer_idle", state), workers=value("workers_idle", state)),
         workers=sorted(workers, key=lambda worker: worker.id),
         groups_consumed=audit.groups if audit else (whole("groups_total", state) or 0),
         groups_dropped=whole("groups_dropped_total", state) or 0,
@@ -288,9 +285,7 @@ def summarize(
         probes=state.probes,
         settings_changed=_settings(state),
         heldout_sets=newest.sets if (newest := state.newest_evaluation) else {},
-        heldout_budgets={
-            version: one.budgets for version, one in sorted(state.evaluated.items()) if one.budgets
-        },
+        heldout_budgets=_heldout_budgets(state),
         allocation=AllocationTotals.of(state),
         heldout_area=(value("heldout_area_first", state), value("heldout_area", state)),
         heldout_loss=_heldout_losses(state),
@@ -298,6 +293,11 @@ def summarize(
         candidates=list(candidates),
         warnings=training_warnings(state, warmup=warmup),
     )
+
+
+def _heldout_budgets(state: RunState) -> dict[int, list[BudgetScore]]:
+    evaluated = sorted(state.evaluated.items())
+    return {version: one.budgets for version, one in evaluated if one.budgets}
 
 
 def _heldout_losses(state: RunState) -> HeldoutLosses | None:

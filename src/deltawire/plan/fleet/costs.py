@@ -104,7 +104,7 @@ class Bill:
 
     Example::
 
-        bill = Bill(kept_days=30)
+        bill = Bill(kept_days=30, lines=[])
         bill.add("heartbeats", "", store, reads=1e6, writes=1e6)
     """
 
