@@ -1,9 +1,14 @@
 """A learner that dies at any write, and starts again, puts no answer into two groups."""
 
-import pytest
-from live_answers import NOW, answer, config_of, put_rows, report
+from contextlib import suppress
 
+import pytest
+from live_answers import LIVE, NOW, answer, config_of, put_rows, report
+
+from deltawire.chat.text import Text
+from deltawire.config import parse_config
 from deltawire.errors import FencedError
+from deltawire.live.learning.edits import EditEncoder, edit_name
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
 from deltawire.live.learning.records import LiveRecords
@@ -49,6 +54,46 @@ def learn(bucket, life):
     number = 0
     while groups.store(f"nonce-{life}-{number}", NOW + 100):
         number += 1
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("at", range(1, 7))
+def test_a_pair_has_the_edit_of_its_lineage_after_a_death(at, after, byte_tokenizer):
+    """A newer edit of every answer comes while the learner is gone."""
+    loss = {"advantage": "given", "preference": {"kind": "simpo"}}
+    config = parse_config({**LIVE, "train": {"loss": loss}}, source="test")
+    bucket = open_bucket("memory://")
+    numbers = range(1, ANSWERS + 1)
+    edits = {n: report(n, "edit", text=f"first {n}") for n in numbers if n % 2}
+    votes = [report(n, value=float(n % 3 == 0)) for n in numbers]
+    put_rows(bucket, 0, [answer(n) for n in numbers], [*votes, *edits.values()])
+
+    def learn(bucket):
+        records = LiveRecords(bucket)
+        records.poll()
+        stored = [keys.group_of(key)[1] + 1 for key in bucket.list(keys.rollouts_of("live"))]
+        maker = GroupMaker(config, records, edits=EditEncoder(Text(byte_tokenizer), config))
+        groups = LiveGroups(bucket, "live", maker, first=max(stored, default=0))
+        while groups.store(f"nonce-{groups.sequence}", NOW + 100):
+            pass
+
+    with suppress(Killed):
+        learn(Dying(bucket, at, after=after))
+    put_rows(bucket, 1, [], [report(n, "edit", text=f"later {n}", after_s=9.0) for n in edits])
+    learn(bucket)
+    lineages = read_lineages(bucket)
+    claimed = [one.answer for lineage in lineages for one in lineage.answers]
+    assert len(claimed) == len(set(claimed)) == ANSWERS
+    for lineage in lineages:
+        key = keys.rollout("live", lineage.sequence)
+        group = decode_group(bucket.get(key, limit=1 << 28), run="", key=key)
+        for one, t in zip(lineage.answers, group.trajectories, strict=True):
+            number = int(one.answer, 16)
+            assert (t.better is not None) == (number in edits) == bool(one.edit)
+            if t.better is not None:
+                first = one.edit == edit_name(edits[number])
+                text = f"{'first' if first else 'later'} {number}".encode()
+                assert bytes(t.better.tokens_T.tolist()[: len(text)]) == text
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -375,7 +375,10 @@ class GroupMaker:
         """
         loss = self.config.train.loss
         tokens_E = np.array([float(len(one.capture.tokens) // 4) for one in chosen])
-        sizes_E = influence_sizes(advantages_E, tokens_E, loss.aggregation)
+        # A loss of whole answers has its slope at each of their tokens, not at their mean.
+        whole = loss.traits.good_or_bad
+        aggregation = "token_mean" if whole else loss.aggregation
+        sizes_E = influence_sizes(advantages_E, tokens_E, aggregation)
         if self.edits is None:
             return sizes_E
         horizon = loss.horizon or self.config.rollout.max_tokens
@@ -390,7 +393,11 @@ class GroupMaker:
                 for one in chosen
             ]
         )
-        policy_E = loss.policy_coefficient * scale.get(loss.aggregation, 1.0) * sizes_E
+        factor = scale.get(loss.aggregation, 1.0)
+        if whole:  # The steepest slope of the logistic function is a quarter.
+            factor = loss.kto.beta / 4
+            factor *= max(loss.kto.desirable_weight, loss.kto.undesirable_weight)
+        policy_E = loss.policy_coefficient * factor * sizes_E
         return np.asarray(policy_E + pairs_E, np.float64)
 
     def _known_fault(self, capture: Capture) -> str:

@@ -191,6 +191,19 @@ def test_a_group_for_kto_holds_the_sign_of_each_reward_and_no_neutral_answer(buc
     assert [one.reward for one in lineage.answers] == pytest.approx([0.75, -0.25, 0.3, -0.05])
 
 
+def test_a_long_answer_has_no_more_influence_in_a_group_for_kto(bucket):
+    """The gradient of a whole answer's log-probability grows with its tokens."""
+    lengths = {1: 16, 2: 4, 3: 4, 4: 4}
+    put_rows(
+        bucket, 0, [answer(n, tokens=count) for n, count in lengths.items()],
+        [report(n) for n in lengths],
+    )  # fmt: skip
+    found = maker_of(bucket, kto_config()).prepare(NOW + 100, 4)
+    shares = [one.weight * lengths[int(one.answer, 16)] for one in found]
+    assert max(shares) == pytest.approx(sum(shares) / 2)
+    assert found[0].weight == pytest.approx(12 / 16)
+
+
 def test_kto_without_signs_is_refused():
     check_learnable(kto_config(), "url")
     with pytest.raises(InputError, match="kto needs good and bad answers, not advantages") as error:
