@@ -29,6 +29,9 @@ KEYS: Final[dict[str, Key]] = {
         "satisfaction", ">=", 0.0, "true satisfaction of simulated users, end over start, 5 seeds"
     ),
     "satisfaction_gain_errors": Key("satisfaction", ">=", 3.0, "that gain over its standard error"),
+    "lagged_gain": Key(
+        "lagged", ">=", 0.2, "gain of satisfaction from answers 6 to 12 versions old, worst seed"
+    ),
     "attack_shift": Key(
         "bandit", "<=", 0.1, "share of the honest gain that 10 % of users take who lie together"
     ),

@@ -18,6 +18,8 @@ UNDECIDED = 11
 """``bisect`` found no version that is certain enough, ``compare`` no candidate that is better."""
 NOT_ALIVE = 12
 """``alive``: the process is silent or makes no progress."""
+HARMED = 13
+"""``simulate`` promoted a planted version, or its users were less satisfied at the end."""
 UNKNOWN_USER = 9
 """``forget`` and ``live export`` found nothing under the name that they were given."""
 FORKED = 12

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltawire.cli.arguments import add_json, add_seed
-from deltawire.cli.exit_codes import INTERRUPTED
+from deltawire.cli.exit_codes import HARMED, INTERRUPTED
 from deltawire.display import safe_line
 
 if TYPE_CHECKING:
+    from deltawire.dashboard.simulation import SimulationReport
     from deltawire.launch.simulate import PlannedRelease
 
 
@@ -38,7 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulates, and prints the report."""
     import msgspec
 
-    from deltawire.dashboard.simulation import lines_of
     from deltawire.launch.processes import read_config
     from deltawire.launch.simulate import (
         SimulationOptions,
@@ -76,11 +76,19 @@ def run(arguments: argparse.Namespace) -> int:
         return INTERRUPTED
     if arguments.json:
         print(msgspec.json.encode(report).decode())  # noqa: T201
-        return 0
+    else:
+        _show(report, options.out)
+    for failure in report.failures:
+        report_to_stderr(f"failed: {failure}")
+    return HARMED if report.failures else 0
+
+
+def _show(report: SimulationReport, out: Path) -> None:
+    from deltawire.dashboard.simulation import lines_of
+
     for name, text in lines_of(report):
         print(f"{name:32} {text}")  # noqa: T201
-    print(f"picture: {options.out / 'live.svg'}")  # noqa: T201
-    return 0
+    print(f"picture: {out / 'live.svg'}")  # noqa: T201
 
 
 def _show_plan(plan: PlannedRelease | None) -> None:

@@ -36,6 +36,8 @@ AGES_S = (5.0, 10.0, 20.0, 40.0, 80.0)
 PARTS = 5
 """The first and the last of so many parts of the time are compared."""
 BIN_S = 10.0
+CERTAIN = 3.0
+"""A loss of satisfaction beyond so many standard errors is no chance."""
 Outcome = Literal["promoted", "stopped by the gate", "rolled back", "undecided"]
 VERDICTS = ("serve", "gate", "shadow", "canary", "hold", "promote", "rollback")
 _MAX_STATE_BYTES = 1 << 20
@@ -94,6 +96,19 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     counts: dict[str, int] = {}
     decisions: list[DecisionNote] = []
     candidates: list[CandidateNote] = []
+
+    @property
+    def failures(self) -> list[str]:
+        """Says which planted versions were promoted, and whether users ended less satisfied, by
+        more than `CERTAIN` standard errors."""
+        found = [
+            f"candidate {one.version}, planted for {one.planted}, was promoted"
+            for one in self.candidates
+            if one.planted and one.outcome == "promoted"
+        ]
+        if self.gain < -CERTAIN * self.gain_se:
+            found.append(f"users are less satisfied: {self.first:.3f} → {self.last:.3f}")
+        return found
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from deltawire.cli.main import main
@@ -47,7 +48,7 @@ def test_a_dry_run_states_what_a_release_needs(tmp_path, capsys):
     assert main(["simulate", EXAMPLE, "--dry-run", "--rate", "10", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["release"]
     stage = plan["stages"][0]
-    assert (stage["share"], plan["margin"], plan["power"]) == (0.25, 0.15, 0.9)
+    assert (stage["share"], plan["margin"], plan["power"]) == (0.5, 0.1, 0.9)
     assert stage["answers"] > stage["outcomes"] > 500  # Some users ask twice.
     assert plan["minutes"] == pytest.approx((stage["answers"] / 10 + 8 + 2) / 60)
     few = tmp_path / "few.toml"
@@ -131,6 +132,10 @@ def test_the_report_compares_the_ends_and_the_picture_shows_arms_and_decisions(t
     assert json.loads((tmp_path / "live.json").read_bytes())["gain"] == pytest.approx(0.3)
     assert len((tmp_path / "notes.jsonl").read_text().splitlines()) == 40
     assert any("canary" in value for _, value in lines_of(report))
+    assert report.failures == []
+    lost = msgspec.structs.replace(report, first=0.75, last=0.45, gain=-0.3)
+    assert lost.failures == ["users are less satisfied: 0.750 → 0.450"]
+    assert msgspec.structs.replace(lost, gain_se=0.11).failures == []  # It may be chance.
 
 
 def test_the_report_tells_what_became_of_each_candidate(tmp_path):
@@ -168,6 +173,19 @@ def test_the_report_tells_what_became_of_each_candidate(tmp_path):
     ]
     assert (report.candidates[1].satisfaction, report.candidates[1].serving) == (0.2, 0.5)
     assert [one.seconds for one in report.candidates] == pytest.approx([2, 30, 20, 10], abs=0.01)
+    assert report.failures == ["candidate 12, planted for users, was promoted"]
     rows = dict(lines_of(report))
     assert rows["candidate 8"] == "rolled back after 30 s; satisfaction 0.200, of others 0.500"
     assert rows["candidate 4"] == "stopped by the gate after 2 s, planted: gate"
+
+
+def test_a_failure_is_said_and_ends_with_a_code(tmp_path, monkeypatch, capsys):
+    result = DriveResult([note(at, 0.9 - 0.008 * at) for at in range(100)], Counter(asked=100))
+    bucket = open_bucket("memory://")
+    report = report_of(Simulated("live", Population(), result, bucket, time.time(), 100.0))
+    monkeypatch.setattr("deltawire.launch.simulate.simulate", lambda *_, **__: report)
+    for options in ([], ["--json"]):
+        assert main(["simulate", EXAMPLE, "--out", str(tmp_path), *options]) == 13
+        said = capsys.readouterr()
+        assert said.err == "failed: users are less satisfied: 0.824 → 0.184\n"
+        assert "less satisfied" not in said.out
