@@ -91,12 +91,14 @@ def main() -> int:
     parser.add_argument("--faults", type=float, default=FAULTS_S, metavar="SECONDS")
     parser.add_argument("--lines", type=int, default=40, help="of a failing history")
     parser.add_argument("--broken", metavar="WORD", help="finds rules that were taken out")
+    parser.add_argument("--rare", action="store_true", help="those that take hours, too")
     parser.add_argument("--most", type=float, default=600.0, metavar="SECONDS")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     interpreter_exit.report = lambda _: None
     if options.broken is not None:
         chosen = [one for one in BROKEN if options.broken in one.name]
+        chosen = [one for one in chosen if options.rare or not one.rare]
         return sum(find(one, options.most, options.faults) is None for one in chosen)
     if options.seed is not None:
         first, second = (simulate(options.seed, faults_s=options.faults) for _ in range(2))

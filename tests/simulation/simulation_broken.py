@@ -19,11 +19,15 @@ from deltawire.wire import keys
 
 @dataclass(frozen=True)
 class Broken:
-    """A rule that is taken out: patches of the code, or a promise that the store breaks."""
+    """A rule that is taken out: patches of the code, or a promise that the store breaks.
+
+    ``rare`` ones were not found within some minutes: too much has to coincide.
+    """
 
     name: str
     patches: tuple[Any, ...] = ()
     store: str = ""
+    rare: bool = False
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -84,6 +88,7 @@ BROKEN = [
     Broken(
         "a publisher that forgets its earlier attempts",
         (_patch(Publisher, "_nonces", _always(_Forgets()), create=True),),
+        rare=True,
     ),
     Broken(
         "a publisher that looks once at the run",
@@ -94,11 +99,14 @@ BROKEN = [
         (_patch(commit, "keep_blobs", _nothing), _patch(later_anchors, "keep_blobs", _nothing)),
     ),
     Broken(
-        "a publisher that does not wait for intents", (_patch(gc_intents, "_wait_for", _nothing),)
+        "a publisher that does not wait for intents",
+        (_patch(gc_intents, "_wait_for", _nothing),),
+        rare=True,
     ),
     Broken(
         "retention that does not read manifests again",
         (_patch(retention._References, "update", _read_once),),
+        rare=True,
     ),
     Broken(
         "retention that closes versions after 9/10 of the grace period",
@@ -107,6 +115,7 @@ BROKEN = [
     Broken(
         "retention that takes an anchor whose blobs it did not look for",
         (_patch(retention._Retention, "_is_there", lambda *_: True),),
+        rare=True,
     ),
     Broken(
         "retention that takes a damaged answer for an absent object",
@@ -115,6 +124,7 @@ BROKEN = [
     Broken(
         "an intent that goes although a deletion got no answer",
         (_patch(gc_intents._Deletions, "all_answered", _always(True), create=True),),
+        rare=True,
     ),
     Broken(
         "a publisher that waits only as long as deletions begin",

@@ -33,12 +33,14 @@ def test_a_store_that_overwrites_is_found():
 
 
 @pytest.mark.drills
+@pytest.mark.timeout(1200)
 def test_nothing_fails_in_ten_simulated_hours(drill_seed):
     result = simulated("--hours", "10", "--first", str(10_000 * (drill_seed + 1)))
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.drills
+@pytest.mark.timeout(1200)
 def test_every_process_writes_the_same_history():
     first, second = (simulated("--seed", "2").stdout for _ in range(2))
     assert first
@@ -47,6 +49,7 @@ def test_every_process_writes_the_same_history():
 
 @pytest.mark.drills
 @pytest.mark.long
+@pytest.mark.timeout(7200)
 def test_every_rule_that_is_taken_out_is_found():
     result = simulated("--broken", "")
     assert result.returncode == 0, result.stdout + result.stderr
