@@ -2,6 +2,7 @@
 
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from forgotten_users import train
@@ -9,9 +10,11 @@ from granted_groups import made_up_group, put_group, start_with_groups
 from heartbeats import put_heartbeat
 
 from deltawire.cli.main import main
+from deltawire.config import run_config
 from deltawire.errors import DeltawireError, InputError
 from deltawire.launch.branches.fork_places import FORK_RECORD, forks_from
 from deltawire.launch.branches.forking import fork_run
+from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.store import open_bucket, retrying
 from deltawire.sync import find_run, load_mirror, prune, read_manifest, read_run
 from deltawire.sync.chain.tags import find_tag
@@ -70,6 +73,8 @@ def test_a_fork_makes_the_bits_of_its_parent_from_the_later_groups(parent):
     assert sum(inner.values()) < 100_000
     assert not [key for key in inner if key.startswith((keys.BLOBS, "rollouts/"))]
     assert not [key for key in inner if key.endswith(".bin")]
+    config = run_config(made.run.config, url=made.url)
+    assert start_run(fork, config, Path(config.model.path)).id == made.run.id
     give_later_groups(fork, 2, 3)
     train(fork, to=4)
     assert digests(fork, 3, 4) == digests(parent, 3, 4)
