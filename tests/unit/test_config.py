@@ -71,6 +71,7 @@ def test_the_tables_were_found():
         "live.release.guardrails",
         "live.release.high",
         "live.release.low",
+        "live.release.measure_again",
         "live.release.restore",
         "live.release.stages",
         "live.rewards",

@@ -47,6 +47,7 @@ FROM_TABLES = {
     ("envs/workspace/problems.py", "_function"): "text of this package",
     ("envs/sandbox/evaluator_server.py", "_evaluate"): "in a sandbox",
     ("config/own_code.py", "_loaded"): "the gate",
+    ("launch/branches/rescoring.py", "load_reward"): "the file that the caller of rescore names",
 }
 """The functions that import or execute by a name, and where their names come from."""
 

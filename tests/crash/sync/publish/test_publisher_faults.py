@@ -186,7 +186,8 @@ def test_each_answer_in_turn_is_short():
         history.bucket.heal()
         history.live()
         assert history.audit() == LAST + 3
-    assert troubled >= 3
+    # Not at run.json, which is read again before a publisher believes a damaged answer.
+    assert troubled >= 2
 
 
 def test_listings_in_any_order():

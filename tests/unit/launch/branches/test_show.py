@@ -141,8 +141,8 @@ def test_a_version_is_described(trained, capsys):
     assert (found["version"], found["base"], found["run"]) == (2, 1, "tiny")
     assert [(one["worker"], one["sequence"]) for one in found["groups"]] == [("w0", 2), ("w1", 2)]
     rewards = [reward for group in found["groups"] for reward in group["rewards"]]
-    assert len(rewards) == 12
-    assert found["reward"] == pytest.approx(sum(rewards) / 12)
+    assert len(rewards) == 14
+    assert found["reward"] == pytest.approx(sum(rewards) / 14)
     assert found["step"]["grad_norm"] == 1.5
     assert found["heldout"]["accuracy"] == 0.75
     old, new = (
