@@ -178,7 +178,14 @@ def lines_of(report: SimulationReport) -> list[tuple[str, str]]:
     ages = ", ".join(f"{name} {count}" for name, count in report.trained_by_age.items())
     arms = ", ".join(f"{name} {count}" for name, count in sorted(report.arms.items()))
     rows = [
-        ("answers", f"{report.answers} in {report.seconds:.0f} s, {report.failed} failed"),
+        (
+            "answers",
+            (
+                f"{report.answers} of {report.counts.get('asked', 0)} requests in "
+                f"{report.seconds:.0f} s, {report.failed} failed, "
+                f"{report.counts.get('turned_away', 0)} turned away"
+            ),
+        ),
         ("true satisfaction", f"{report.first:.3f} → {report.last:.3f}"),
         ("gain", f"{report.gain:+.3f} ± {report.gain_se:.3f} (standard error)"),
         ("all styles alike / best policy", f"{report.indifferent:.3f} / {report.optimum:.3f}"),

@@ -132,6 +132,8 @@ def test_the_report_compares_the_ends_and_the_picture_shows_arms_and_decisions(t
     assert json.loads((tmp_path / "live.json").read_bytes())["gain"] == pytest.approx(0.3)
     assert len((tmp_path / "notes.jsonl").read_text().splitlines()) == 40
     assert any("canary" in value for _, value in lines_of(report))
+    answers = dict(lines_of(report))["answers"]
+    assert answers == "40 of 41 requests in 100 s, 1 failed, 0 turned away"
     assert report.failures == []
     lost = msgspec.structs.replace(report, first=0.75, last=0.45, gain=-0.3)
     assert lost.failures == ["users are less satisfied: 0.750 → 0.450"]
