@@ -22,5 +22,5 @@ HARMED = 13
 """``simulate`` promoted a planted version, or its users were less satisfied at the end."""
 UNKNOWN_USER = 9
 """``forget`` and ``live export`` found nothing under the name that they were given."""
-FORKED = 12
+FORKED = 14
 """``forget``: forks of the run hold weights that were trained on the user."""
