@@ -72,9 +72,9 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     each candidate is tested with half of what is left as its margin, ``margin`` at most. 0: nothing
     bounds the sum."""
     hold_back: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """Share of users who keep an old version, so that a slow decay over many promotions is seen:
-    once the versions since are shown to be worse, that version serves all users again. Needs three
-    replicas at each gateway. 0: nobody."""
+    """Share of users who get answers of an old version. Later versions are compared with it, which
+    finds losses that are too small for a canary and add up; once they are shown to be worse, the
+    old version serves all users again. Needs three replicas at each gateway. 0 turns it off."""
     error_rate: Annotated[float, Meta(gt=0, lt=0.5)] = 0.05
     """Probability of a false promotion, and of a false rollback, over a whole canary."""
     stages: Annotated[list[_Share], Meta(min_length=1, max_length=16)] = field(

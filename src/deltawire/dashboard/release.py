@@ -121,7 +121,7 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     figures: CandidateFigures | None = None
     """Those of the newest candidate."""
     hold_back: int | None = None
-    """The version that the ``hold_back_share`` of users keeps; null if nobody keeps one."""
+    """The hold-back version, which serves the ``hold_back_share`` of users; null without one."""
     hold_back_share: float = 0.0
     hold_back_difference: float | None = None
     """The metric of the version that serves less that of the hold-back version, when the newest

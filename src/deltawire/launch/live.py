@@ -142,7 +142,7 @@ class Releaser:
         return self._outcomes.poll(self.log, now)
 
     def hold_back(self, now: float) -> HoldBackEvidence | None:
-        """Returns what users of the hold-back version showed so far; None if nobody keeps one."""
+        """Returns the evidence from users of the hold-back version; None without one."""
         return self._held_back.compare(self.log, now)
 
     @property

@@ -119,7 +119,8 @@ def _figure(name: str, bet: int) -> str:
 
 
 def period_of(log: DecisionLog, release: ReleaseConfig) -> HoldBackPeriod | None:
-    """Returns the comparison that is under way; None if nobody keeps another version."""
+    """Returns the comparison that the newest decision continues; None without a hold-back
+    version."""
     newest = log.newest
     if newest is None or newest.held_back is None or newest.hold_back is None:
         return None

@@ -42,7 +42,7 @@ class HoldBackOutcomes(CanaryOutcomes):
     _compared: HoldBackTests | None = None
 
     def compare(self, log: DecisionLog, now: float) -> HoldBackEvidence | None:
-        """Reads what is new, and returns the evidence so far; None if nobody keeps another version.
+        """Reads new rows and returns the evidence so far; None without a hold-back version.
         Raises `RetryError`."""
         period, decision = period_of(log, self._release), log.newest
         if period is None or decision is None:
