@@ -1,0 +1,117 @@
+"""The chart of examples/launch/helm gives the plain manifests with its default values.
+
+Where Helm is installed the chart is rendered. Elsewhere only its values, their schema and the names
+that templates use are compared."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from documents import ROOT
+
+LAUNCH = ROOT / "examples" / "launch"
+CHART = LAUNCH / "helm" / "deltawire"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+TEMPLATES = sorted((CHART / "templates").glob("*.yaml"))
+needs_helm = pytest.mark.skipif(
+    shutil.which("helm") is None, reason="helm, which renders charts, is not installed"
+)
+
+
+def leaves(values, path=""):
+    """Dotted names of all values; those of a container's limits are one."""
+    for name, value in values.items():
+        inner = isinstance(value, dict) and not name.lower().endswith("limits")
+        yield from leaves(value, f"{path}{name}.") if inner else [f"{path}{name}"]
+
+
+def plain(*names):
+    found = []
+    for name in names:
+        found += yaml.safe_load_all((LAUNCH / "kubernetes" / f"{name}.yaml").read_text())
+    return sorted(found, key=place)
+
+
+def place(one):
+    return one["kind"], one["metadata"]["name"]
+
+
+def render(*settings):
+    words = [word for one in settings for word in ("--set", one)]
+    done = subprocess.run(
+        [shutil.which("helm"), "template", "run", str(CHART), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return (
+        done.returncode,
+        done.stderr,
+        sorted(filter(None, yaml.safe_load_all(done.stdout)), key=place),
+    )
+
+
+def test_templates_use_each_value_and_no_other():
+    used = set()
+    for path in TEMPLATES:
+        used |= set(re.findall(r"\.Values\.([\w.]+)", path.read_text()))
+    assert used == set(leaves(VALUES))
+
+
+def test_the_schema_has_each_value_and_its_kind():
+    kinds = {"string": str, "integer": int, "boolean": bool, "object": dict}
+
+    def compare(schema, values):
+        assert set(schema["required"]) == values.keys()
+        assert schema["additionalProperties"] is False
+        for name, value in values.items():
+            expected = schema["properties"][name]
+            assert type(value) is kinds[expected["type"]], name
+            assert re.search(expected.get("pattern", ""), str(value)), name
+            if "properties" in expected:
+                compare(expected, value)
+
+    compare(SCHEMA, VALUES)
+
+
+@needs_helm
+def test_the_default_values_give_the_plain_manifests():
+    assert render() == (0, "", plain("run"))
+    assert render("gateway.enabled=true") == (0, "", plain("run", "gateway"))
+
+
+@needs_helm
+def test_a_second_cluster_has_workers_only():
+    code, _, found = render(
+        "trainer.enabled=false", "evaluator.enabled=false", "workers.count=2",
+        "workers.prefix=far", "run=gs://other/run", "workers.bucketSecret=",
+        "workers.serviceAccountName=worker",
+    )  # fmt: skip
+    assert code == 0
+    assert [place(one) for one in found] == [("Job", "workers"), ("NetworkPolicy", "no-way-in")]
+    spec = found[0]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert spec["completions"] == spec["parallelism"] == 2
+    assert container["args"][:4] == [
+        "worker", "gs://other/run", "--id", "far-$(JOB_COMPLETION_INDEX)"
+    ]  # fmt: skip
+    assert 'alive gs://other/run "far-$' in container["livenessProbe"]["exec"]["command"][-1]
+    assert container["volumeMounts"][0]["subPathExpr"] == "far-$(JOB_COMPLETION_INDEX).key"
+    assert pod["serviceAccountName"] == "worker"
+    assert "envFrom" not in container
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    "wrong", ["run=bucket", "model.revision=main", "workers.count=0", "worker.count=4"]
+)
+def test_wrong_values_are_refused(wrong):
+    code, said, found = render(wrong)
+    assert code != 0
+    assert "values don't meet the specifications" in said
+    assert found == []
