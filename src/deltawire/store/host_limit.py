@@ -81,6 +81,7 @@ class HostLimit(RequestLimit):
         """Works on the state that all processes share; on this one's if the lock is not had."""
         if self._pid != os.getpid():  # Also in a forked child.
             self._pid, self._mine = os.getpid(), 0
+            self._begun.clear()
         if not self._locked():
             yield
             return

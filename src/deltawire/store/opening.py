@@ -22,6 +22,22 @@ REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 
 _CREDENTIALS = frozenset({"access_key_id", "credential_provider", "skip_signature"})
 
+SECRETS = {
+    "AWS_ACCESS_KEY_ID": "access_key_id",
+    "AWS_SECRET_ACCESS_KEY": "secret_access_key",
+    "AWS_SESSION_TOKEN": "session_token",
+    "AZURE_CLIENT_SECRET": "client_secret",
+    "AZURE_STORAGE_ACCOUNT_KEY": "account_key",
+    "AZURE_STORAGE_ACCESS_KEY": "account_key",
+    "AZURE_STORAGE_SAS_KEY": "sas_key",
+    "AZURE_STORAGE_TOKEN": "token",
+    "GOOGLE_SERVICE_ACCOUNT": "service_account",
+    "GOOGLE_SERVICE_ACCOUNT_KEY": "service_account_key",
+    "GOOGLE_APPLICATION_CREDENTIALS": "application_credentials",
+}
+"""The environment variables that hold credentials, and the store's option for each."""
+_FAMILIES = {"s3": "AWS_", "s3a": "AWS_", "gs": "GOOGLE_"}
+
 IDLE_S = 60.0
 """A transfer that moves no bytes for this long is given up; its total time is not limited."""
 
@@ -95,12 +111,13 @@ def _open(location: str, *, create: bool, durable: bool | None, options: dict[st
             f"cannot open the bucket {location}: unknown scheme {scheme}://",
             hint="use a folder, file://, memory://, s3://, gs:// or az://",
         )
+    chosen = _remote_options(scheme, options)
     try:
-        store = from_url(location, **_remote_options(scheme, options))
+        store = from_url(location, **chosen)
     except (exceptions.BaseError, ValueError, TypeError) as error:
         cause = str(error).strip().splitlines()[0][:300]
-        for option, value in options.items():
-            if looks_secret(option) and value:
+        for option, value in chosen.items():
+            if (option in SECRETS.values() or looks_secret(option)) and value:
                 cause = cause.replace(str(value), REDACTED)
         raise InputError(f"cannot open the bucket {location}: {cause}") from error
     return Bucket(store, location, local=False)
@@ -117,6 +134,13 @@ def _remote_options(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
         **options.get("client_options", {}),
     }
     chosen["client_options"] = client
+    # As options, for a store is opened again later (`deltawire.store.repeats.opened_again`), when a
+    # worker has removed these variables (`deltawire.rl.rollout.hardening`).
+    family = _FAMILIES.get(scheme, "AZURE_")
+    if not {*SECRETS.values(), *_CREDENTIALS} & options.keys():
+        for variable, option in SECRETS.items():
+            if variable.startswith(family) and (value := os.environ.get(variable)):
+                chosen.setdefault(option, value)
     if scheme.startswith("s3"):
         for option, setting in read_profile(credentials=_CREDENTIALS.isdisjoint(options)).items():
             chosen.setdefault(option, setting)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -51,6 +51,8 @@ IDLE_S = 5.0
 WRITERS_LEAST = 8.0
 """The smallest window of a commit's reads: readers yield, so a commit keeps its requests."""
 LEAST_ANSWER_S = 0.02
+STALLED_S, STALLED_ANSWERS = 5.0, 8.0
+"""A request without an answer for so long, and for so many mean answers, leaves the window."""
 SMOOTHING = 0.2
 """The weight of one answer in the mean duration."""
 
@@ -96,6 +98,13 @@ class RequestWindow:
     def request_s(self) -> float:
         """The seconds from one request to the next that this window allows."""
         return max(self._answer_s, LEAST_ANSWER_S) / self.size
+
+    @property
+    def stalled_s(self) -> float:
+        """The seconds after which a request no longer counts as under way. It asks nothing more of
+        the store; two requests that hang would keep all others of a small window waiting until the
+        client gives up, heartbeats too."""
+        return max(STALLED_S, STALLED_ANSWERS * self._answer_s)
 
     def opens_at(self, under_way: int) -> float:
         """Returns the time from which on one more request may begin; infinity while too many are
@@ -170,6 +179,8 @@ class RequestLimit:
         self.window = window or RequestWindow()
         self._clock = clock
         self._under_way = 0
+        self._begun: list[float] = []
+        """When each request of this process that is under way began."""
         self._admitted_at = 0.0
         self._preferred = 0
         """The requests other than bulk ones that wait for room."""
@@ -206,17 +217,24 @@ class RequestLimit:
         """Begins a request and returns 0 if there is room, else how long to wait for it."""
         if bulk and self._preferred:
             return float("inf")
+        if self._under_way >= self.window.most:
+            return float("inf")
         now = self._clock()
-        wait_s = max(self.window.opens_at(self._under_way) - now, 0.0)
+        stalled_s = self.window.stalled_s
+        counted = self._under_way - sum(now - began > stalled_s for began in self._begun)
+        wait_s = max(self.window.opens_at(counted) - now, 0.0)
         if wait_s <= 0:
-            self.window.sent(self._under_way, now)
+            self.window.sent(counted, now)
             self._under_way += 1
+            self._begun.append(now)
             self._admitted_at = now
         return wait_s
 
     def _end(self, outcome: Outcome, began: float) -> None:
         """Notes the end of a request."""
         self._under_way -= 1
+        with suppress(ValueError):  # A forked child ends what its parent began.
+            self._begun.remove(began)
         now = self._clock()
         if outcome == "answered":
             self.window.answered(began, now)

@@ -1,7 +1,7 @@
 """All parts of a run die and hang at random; the run goes on, nothing is trained twice or lost, and
 it can be done over to the bit.
 
-``make drills`` strikes a few times. ``--drills 2`` adds an hour of it, ``--drills 3`` another.
+The suite strikes a few times. ``--drills 2`` adds an hour of it, ``--drills 3`` another.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import os
 import pytest
 from chaos import MORE_VERSIONS, drill
 
-# Long: where requests for credentials hang instead of failing, it did not end within 19 minutes.
-pytestmark = [pytest.mark.drills, pytest.mark.long]
+pytestmark = pytest.mark.drills
 
 HOUR_S = 3600.0
 STRIKES = 4

@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from deltawire.rl.rollout.hardening import CREDENTIALS, protect_credentials
+from deltawire.store import open_bucket
+from deltawire.store.repeats import opened_again
 
 PROTECTED = """
 import ctypes, os, subprocess, sys
@@ -41,3 +43,38 @@ def test_only_credentials_are_removed(monkeypatch):
     monkeypatch.setenv("AWS_REGION", "eu-central-1")
     assert "AWS_SECRET_ACCESS_KEY" in protect_credentials()
     assert os.environ["AWS_REGION"] == "eu-central-1"
+
+
+def test_an_open_bucket_still_has_them_for_its_later_connections(monkeypatch, s3_server):
+    """A bucket connects for its first request, and again for evidence and after errors."""
+    monkeypatch.setattr("sys.platform", "other")
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:1")  # Nobody answers.
+    s3_server.make_bucket("later")
+    bucket = open_bucket("s3://later/run", retry_config={"max_retries": 0})
+    assert "AWS_SECRET_ACCESS_KEY" in protect_credentials()
+    assert "AWS_SECRET_ACCESS_KEY" not in os.environ
+    bucket.put("one", b"1")
+    bucket.reconnect()
+    assert bucket.get("one", limit=10) == b"1"
+
+
+@pytest.mark.parametrize(
+    ("url", "variable"),
+    [
+        ("az://container/run", "AZURE_STORAGE_ACCOUNT_KEY"),
+        ("az://container/run", "AZURE_STORAGE_SAS_KEY"),
+        ("az://container/run", "AZURE_STORAGE_TOKEN"),
+        ("s3://bucket/run", "AWS_SESSION_TOKEN"),
+    ],
+)
+def test_the_stores_of_other_providers_keep_theirs_too(monkeypatch, url, variable):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    monkeypatch.setenv(variable, "c2VjcmV0")
+    bucket = open_bucket(url)
+    monkeypatch.delenv(variable)
+    again = opened_again(bucket.store)
+    assert "c2VjcmV0" in str(again.__getnewargs_ex__())
+    assert "c2VjcmV0" not in repr(bucket)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +15,12 @@ from deltawire.store import bucket as bucket_module
 from deltawire.store import open_bucket, request_limit
 from deltawire.store import repeats as repeats_module
 from deltawire.store.bucket import Bucket
+from deltawire.store.host_limit import HostLimit
 from deltawire.store.request_limit import (
+    FIRST,
     LEAST,
     MOST,
+    STALLED_S,
     WRITERS_LEAST,
     RequestLimit,
     RequestWindow,
@@ -113,6 +116,39 @@ def test_a_request_without_an_answer_leaves_the_window_as_it_is():
         raise OSError("connection refused")
     assert limit.window.size == before
     assert limit.window.refusals == 0
+
+
+@pytest.mark.parametrize("kind", ["process", "host"])
+def test_requests_that_hang_do_not_keep_others_from_a_small_window(kind, tmp_path):
+    now = [100.0]
+    if kind == "process":
+        limit = RequestLimit(clock=lambda: now[0])
+    else:
+        limit = HostLimit(tmp_path / "limit", clock=lambda: now[0])
+    limit.window.size = FIRST
+    with ExitStack() as hanging:
+        for _ in range(int(FIRST)):
+            now[0] += 1.0
+            hanging.enter_context(limit.request(outcome_of))
+        assert limit._under_way == FIRST
+        now[0] += STALLED_S - 1.5
+        assert limit._admit(bulk=False) == float("inf")
+        now[0] += 2.0
+        with limit.request(outcome_of):
+            pass
+    assert limit._under_way == 0
+    assert limit._begun == []
+
+
+def test_no_more_requests_hang_than_a_window_may_have():
+    now = [0.0]
+    limit = RequestLimit(clock=lambda: now[0])
+    with ExitStack() as hanging:
+        for _ in range(int(MOST)):
+            now[0] += 60.0
+            hanging.enter_context(limit.request(outcome_of))
+        now[0] += 60.0
+        assert limit._admit(bulk=False) == float("inf")
 
 
 def test_the_window_of_commits_never_becomes_small():
@@ -234,6 +270,7 @@ def test_which_answers_are_refusals_for_too_many_requests(status, refused):
 
 
 def test_reads_of_remote_stores_go_through_the_window(monkeypatch):
+    monkeypatch.setattr(repeats_module, "TIMEOUT_S", 0.1)  # A bucket reads it when it is made.
     inner = open_bucket("memory://")
     inner.put("one", b"1")
     bucket = Bucket(inner.store, "s3://a-bucket-of-its-own/run", local=False)
@@ -248,7 +285,6 @@ def test_reads_of_remote_stores_go_through_the_window(monkeypatch):
         )
 
     monkeypatch.setattr(bucket_module.obstore, "get", refused)
-    monkeypatch.setattr(repeats_module, "TIMEOUT_S", 0.1)
     monkeypatch.setattr(repeats_module.time, "sleep", lambda _: None)
     with pytest.raises(ThrottledError):
         bucket.get("one", limit=10)

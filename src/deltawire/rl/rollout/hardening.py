@@ -11,28 +11,18 @@ import ctypes
 import os
 import sys
 
+from deltawire.store.opening import SECRETS
+
 _SET_DUMPABLE = 4
-CREDENTIALS = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "AWS_CONTAINER_AUTHORIZATION_TOKEN",
-    "AZURE_CLIENT_SECRET",
-    "AZURE_STORAGE_ACCOUNT_KEY",
-    "AZURE_STORAGE_ACCESS_KEY",
-    "AZURE_STORAGE_SAS_KEY",
-    "AZURE_STORAGE_TOKEN",
-    "GOOGLE_SERVICE_ACCOUNT",
-    "GOOGLE_SERVICE_ACCOUNT_KEY",
-    "GOOGLE_APPLICATION_CREDENTIALS",
-)
+CREDENTIALS = (*SECRETS, "AWS_CONTAINER_AUTHORIZATION_TOKEN")
 """Environment variables from which stores take their credentials when they are opened."""
 
 
 def protect_credentials() -> list[str]:
     """Makes this process non-dumpable and removes the credentials of stores from its environment.
 
-    Call it once the bucket is open and the engine has started: both read the variables then.
+    Call it once the bucket is open and the engine has started: both read the variables then. An
+    open bucket keeps those of `SECRETS`, also for the connections that it opens later.
     Returns the names that were removed. Systems other than Linux have no such attribute; there,
     only the variables are removed.
     """
