@@ -111,5 +111,7 @@ def _attribute(place: str) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and place in BUILT_IN.values():
+            raise  # The command line says which extra brings the package.
         raise InputError(f"cannot load environment {place}: {error}") from error
     return found

@@ -29,6 +29,16 @@ def test_what_to_do_next_is_printed_and_a_second_time_is_refused(tmp_path, capsy
     assert "exists already" in capsys.readouterr().err
 
 
+def test_without_the_package_of_a_task_it_names_the_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "deltawire.envs.reasoning", raising=False)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    path = tmp_path / "mine.toml"
+    assert main(["init", str(path), "--yes", "--task", "reasoning_gym:nope"]) == 2
+    needed = "error: this command needs reasoning_gym; install deltawire[rl]\n"
+    assert capsys.readouterr().err == needed
+    assert not path.exists()
+
+
 def test_a_dash_prints_the_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["init", "-", "--yes"]) == 0
