@@ -255,6 +255,7 @@ FLAGS = {
     "diff": TRUST | {"--json"},
     "compare": TRUST | {"--error", "--among", "--json"},
     "dataset": TRUST | {"--to", "--first", "--last", "--json"},
+    "verify-training": TRUST | {"--spot", "--json"},
     "replay": TRUST | {"--from", "--to", "--dump", "--out", "--json"},
     "alive": TRUST | {"--silence", "--json"},
     "status": TRUST | {"--watch", "--every", "--json", "--window"},

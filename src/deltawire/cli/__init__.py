@@ -46,7 +46,17 @@ GROUPS = {
         "fsck",
         "replay",
     ),
-    "versions of a run": ("tag", "fork", "rescore", "show", "diff", "compare", "bisect", "dataset"),
+    "versions of a run": (
+        "tag",
+        "fork",
+        "rescore",
+        "show",
+        "diff",
+        "compare",
+        "bisect",
+        "dataset",
+        "verify_training",
+    ),
     "plan and measure": (
         "plan",
         "shapes",

@@ -18,15 +18,13 @@ from blake3 import blake3
 
 from deltawire.data.rows import open_rows, require_arrow
 from deltawire.errors import BugError, CorruptError, InputError
-from deltawire.rl.control.lineages import read_lineage
+from deltawire.rl.control.lineages import erased_groups, read_lineage
 from deltawire.rl.control.rollout_reader import read_group
 from deltawire.rl.evaluate.audit import all_metadata
 from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import GROUP_HASH_DIGITS
-from deltawire.wire.lineage import MAX_FORGOTTEN_BYTES, Forgotten
-from deltawire.wire.objects import decode_json
 from deltawire.wire.rollouts import (
     LIVE_TASK,
     BetterAnswer,
@@ -115,12 +113,7 @@ def _exported_groups(
     progress: Callable[[int], None],
 ) -> Iterator[list[Row]]:
     """Yields the rows of each group, and counts those that are left out."""
-    erased = {
-        place
-        for key in bucket.list(keys.LIVE_FORGOTTEN)
-        if (data := bucket.get(key, limit=MAX_FORGOTTEN_BYTES)) is not None
-        for place in decode_json(data, Forgotten, run=bucket.url, key=key).groups
-    }
+    erased = erased_groups(bucket)
     kept_from = read_retained(bucket).rollouts
     for version, metadata in all_metadata(bucket):
         if version < first or (last is not None and version > last):

@@ -14,7 +14,7 @@ from deltawire.sync.chain.evidence import (
     unreadable,
 )
 from deltawire.wire import keys
-from deltawire.wire.lineage import MAX_LINEAGE_BYTES, Lineage
+from deltawire.wire.lineage import MAX_FORGOTTEN_BYTES, MAX_LINEAGE_BYTES, Forgotten, Lineage
 from deltawire.wire.objects import decode_json
 
 READERS = 16
@@ -68,3 +68,14 @@ def _lineages_of(bucket: Bucket, key: str, data: bytes | None) -> list[Lineage]:
         return []
     lineage = decode_json(data, Lineage, run=bucket.url, key=key)
     return [lineage] if key == keys.live_lineage(lineage.worker, lineage.sequence) else []
+
+
+def erased_groups(bucket: Bucket) -> set[tuple[str, int]]:
+    """Returns the groups that held answers of users who were forgotten, each as its worker and its
+    number; raises `CorruptError`."""
+    return {
+        place
+        for key in bucket.list(keys.LIVE_FORGOTTEN)
+        if (data := bucket.get(key, limit=MAX_FORGOTTEN_BYTES)) is not None
+        for place in decode_json(data, Forgotten, run=bucket.url, key=key).groups
+    }

@@ -17,6 +17,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from deltawire.config import RunConfig
 from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.export.lines import open_policy
 from deltawire.export.models import fetch_model_files
@@ -97,12 +98,7 @@ def verify_training(
     damaged or missing.
     """
     run, config = open_run(bucket, role="trainer")
-    if config.midtrain is not None:
-        raise InputError(
-            "a run of mid-training has no groups to compute its steps from",
-            hint="its trainer computes them again from the documents when it continues",
-            run=bucket.url,
-        )
+    refuse_midtraining(bucket, config)
     head = newest_readable(bucket, run)
     if head is None:
         raise InputError("the run has no version 0", run=bucket.url)
@@ -122,7 +118,7 @@ def verify_training(
         )
     state = resume(bucket, run, config, model, newest=first - 1)
     found = TrainingVerification(state.version, first, last)
-    found.doubts = _doubts(bucket, run, state.version, last, device)
+    found.doubts = doubts_of(bucket, run, state.version, last, device)
     expect(found.doubts)
     total = last - state.version
     while state.version < last:
@@ -145,6 +141,16 @@ def verify_training(
     return found
 
 
+def refuse_midtraining(bucket: Bucket, config: RunConfig) -> None:
+    """Raises `InputError` for a run of mid-training."""
+    if config.midtrain is not None:
+        raise InputError(
+            "a run of mid-training has no groups to compute its steps from",
+            hint="its trainer computes them again from the documents when it continues",
+            run=bucket.url,
+        )
+
+
 def _check_range(bucket: Bucket, first: int, last: int, newest: int, dump: Dump | None) -> None:
     if not 1 <= first <= last <= newest:
         raise InputError(
@@ -164,7 +170,7 @@ def _check_range(bucket: Bucket, first: int, last: int, newest: int, dump: Dump 
         raise InputError(f"cannot write to {dump.folder}: {error.strerror}") from error
 
 
-def _doubts(bucket: Bucket, run: Run, origin: int, last: int, device: torch.device) -> list[str]:
+def doubts_of(bucket: Bucket, run: Run, origin: int, last: int, device: torch.device) -> list[str]:
     """Returns why the steps after ``origin`` may come out with other bits on this machine."""
     here = arithmetic_of(device)
     doubts: dict[str, list[int]] = {}

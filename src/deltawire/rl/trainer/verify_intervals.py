@@ -1,0 +1,327 @@
+"""Verifies a run's training by intervals between the trainer's stored states.
+
+An interval begins at version 0 or at a stored state, and ends at the next stored state, or at the
+newest version. Its steps are computed again, and each version is compared with the published one:
+its digest, and its bits. At the end the trainer's state is compared too, masters and optimizer, so
+that one interval's end is the next one's beginning. All intervals together show the whole run, and
+intervals that the verifier draws show it with a probability (`escape_probability`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltawire.config import RunConfig
+from deltawire.errors import CorruptError, DeltawireError, InputError, UnreadableError
+from deltawire.export.lines import open_policy
+from deltawire.export.models import fetch_model_files
+from deltawire.export.shards import local_part
+from deltawire.export.source import bits_of
+from deltawire.placement.device import resolve_device
+from deltawire.rl.control.lineages import erased_groups
+from deltawire.rl.trainer.resume import Resumed, next_committed, recompute_step, resume
+from deltawire.rl.trainer.verify_training import doubts_of, refuse_midtraining
+from deltawire.runtime.process import open_run
+from deltawire.runtime.retained import read_retained
+from deltawire.store import Bucket
+from deltawire.sync import (
+    Mirror,
+    committed_versions,
+    load_mirror,
+    newest_readable,
+    read_manifest,
+)
+from deltawire.train.checkpoint import checkpoint_versions, load_checkpoint
+from deltawire.train.checkpoint_storage import bytes_of
+from deltawire.wire import keys
+from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.run import Run
+
+
+@dataclass(frozen=True)
+class TrainingInterval:
+    """The steps after version ``origin`` up to version ``last``."""
+
+    origin: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A version that does not follow from the one before as the run states it, with the reason."""
+
+    version: int
+    reason: str
+
+
+@dataclass
+class TrainingCheck:
+    """The result: of ``intervals``, those in ``checked`` were computed again, of ``versions``
+    versions with ``groups`` groups. ``not_checkable`` are versions whose inputs are gone, each with
+    the reason; ``doubts`` say before the first step why exactness cannot be expected."""
+
+    intervals: int
+    drawn: list[TrainingInterval]
+    checked: list[TrainingInterval] = field(default_factory=list)
+    versions: int = 0
+    groups: int = 0
+    faults: list[Fault] = field(default_factory=list)
+    not_checkable: dict[int, str] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        """Returns whether no version was found that differs."""
+        return not self.faults
+
+
+def escape_probability(share: float, draws: int) -> float:
+    """Returns the largest probability that ``draws`` intervals, which the verifier draws, show
+    nothing of a forger who changed a ``share`` of all intervals: (1 − share) ^ draws. Drawn without
+    repetition, it is less."""
+    return (1.0 - share) ** draws
+
+
+def intervals_of(bucket: Bucket, run: Run) -> list[TrainingInterval]:
+    """Returns the intervals between version 0, the stored states and the newest version.
+
+    Without version 0 the first begins at the oldest state. Raises `InputError` if the run has
+    trained no version, or nothing is left to begin with.
+    """
+    head = newest_readable(bucket, run)
+    if head is None or head.version == 0:
+        raise InputError("the run has trained no version", run=bucket.url)
+    start = read_manifest(bucket, run, 0)
+    ends = {0} if start is not None and not start.pruned else set()
+    committed = set(committed_versions(bucket))
+    ends |= {one for one in checkpoint_versions(bucket) if one in committed}
+    ends = {one for one in ends if one < head.version} | {head.version}
+    ordered = sorted(ends)
+    if len(ordered) < 2:
+        raise InputError(
+            "there is neither version 0 nor a state of the trainer to compute steps from",
+            hint="retain.checkpoints says how many states are kept",
+            run=bucket.url,
+        )
+    return [TrainingInterval(*pair) for pair in itertools.pairwise(ordered)]
+
+
+def draw(intervals: Sequence[TrainingInterval], count: int | None) -> list[TrainingInterval]:
+    """Draws ``count`` intervals at random, by the system's source, in their order; None: all."""
+    if count is None or count >= len(intervals):
+        return list(intervals)
+    chosen: random.Random = secrets.SystemRandom()
+    return sorted(chosen.sample(list(intervals), count), key=lambda one: one.origin)
+
+
+def verify_intervals(
+    bucket: Bucket,
+    *,
+    spot: int | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
+    expect: Callable[[list[str]], None] = lambda _: None,
+) -> TrainingCheck:
+    """Computes ``spot`` intervals again, drawn at random, or all of them.
+
+    An interval ends at its first fault, and the next one begins at its stored state. ``progress``
+    gets the number of steps done, and of all; ``expect`` the doubts before the first step.
+
+    Raises `InputError` if there is nothing to verify, and `RetryError` if the store does not
+    answer.
+    """
+    run, config = open_run(bucket, role="trainer")
+    refuse_midtraining(bucket, config)
+    found_all = intervals_of(bucket, run)
+    drawn = draw(found_all, spot)
+    found = TrainingCheck(len(found_all), drawn)
+    torch.set_num_threads(config.threads)
+    device = resolve_device(config.device_of("trainer"))
+    for one in drawn:
+        with suppress(UnreadableError):  # The step finds it again, and names it.
+            found.doubts += doubts_of(bucket, run, one.origin, one.last, device)
+    expect(found.doubts)
+    total, done = sum(one.last - one.origin for one in drawn), 0
+    with fetch_model_files(bucket, run) as folder:
+        check = _IntervalCheck(bucket, run, config, Path(folder), device, found)
+        for one in drawn:
+            check.interval(one, partial(_step_done, progress, done, total))
+            done += one.last - one.origin
+    progress(total, total)
+    return found
+
+
+def _step_done(progress: Callable[[int, int], None], before: int, total: int, steps: int) -> None:
+    progress(before + steps, total)
+
+
+class _IntervalCheck:
+    """Computes intervals again, one after the other. ``state`` is kept from one to the next."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: Run,
+        config: RunConfig,
+        folder: Path,
+        device: torch.device,
+        found: TrainingCheck,
+    ) -> None:
+        self._bucket, self._run, self._config = bucket, run, config
+        self._folder, self._device = folder, device
+        self._found = found
+        self._state: Resumed | None = None
+        self._mirror: Mirror | None = None
+
+    def interval(self, one: TrainingInterval, progress: Callable[[int], None]) -> None:
+        """Computes one interval again, and adds what was found."""
+        state = self._begin(one)
+        if state is None:
+            return
+        self._found.checked.append(one)
+        while state.version < one.last:
+            progress(state.version - one.origin)
+            if not self._step(state, one.last):
+                self._state = None
+                return
+        self._compare_state(state)
+
+    def _fault(self, version: int, reason: str) -> None:
+        self._found.faults.append(Fault(version, reason))
+
+    def _begin(self, one: TrainingInterval) -> Resumed | None:
+        """Returns the state at the interval's beginning; None if it is not the stored one."""
+        if self._state is not None and self._state.version == one.origin:
+            return self._state
+        self._state = None
+        model = open_policy(
+            self._bucket,
+            self._config,
+            self._folder,
+            adapter=self._config.train.adapter,
+            seed=self._config.seed,
+            device=self._device,
+        )
+        try:
+            state = resume(self._bucket, self._run, self._config, model, newest=one.origin)
+        except (CorruptError, InputError) as error:
+            self._fault(one.origin, f"the state to begin with cannot be read: {error.message}")
+            return None
+        if state.version != one.origin:
+            self._fault(
+                one.origin, "the stored state is damaged, or is not that of the published weights"
+            )
+            return None
+        self._state = state
+        return state
+
+    def _step(self, state: Resumed, last: int) -> bool:
+        """Computes the next step; returns whether it gave the published bits."""
+        try:
+            version = next_committed(self._bucket, self._run, state.version)
+        except UnreadableError as error:
+            self._fault(error.version or last, f"it cannot be read: {error.message}")
+            return False
+        if version is None or version > last:
+            self._fault(last, f"no version leads from {state.version} to {last}")
+            return False
+        reason = self._gone(version)
+        if reason:
+            self._found.not_checkable |= dict.fromkeys(range(version, last + 1), reason)
+            return False
+        try:
+            step = recompute_step(self._bucket, self._run, state)
+        except (CorruptError, InputError, UnreadableError) as error:
+            self._fault(version, error.message)
+            return False
+        self._found.versions += 1
+        self._found.groups += len(step.groups)
+        if not step.equal:
+            self._fault(version, "its groups give other bits")
+            return False
+        return self._compare_bits(state, version)
+
+    def _gone(self, version: int) -> str:
+        """Returns why a version's groups are gone on purpose; empty if they need not be."""
+        manifest = read_manifest(self._bucket, self._run, version)
+        if manifest is None:
+            return ""
+        step = CommitMetadata.of(manifest.metadata, run=self._bucket.url, version=version)
+        missing = [one for one in step.consumed if not self._bucket.exists(keys.rollout(*one))]
+        if not missing:
+            return ""
+        return absence_of(self._bucket, version, missing)
+
+    def _compare_bits(self, state: Resumed, version: int) -> bool:
+        """Compares the published bits: an equal digest does not show that they are equal to one
+        who can choose them."""
+        mirror, self._mirror = self._mirror, None
+        if mirror is not None and mirror.version > version:
+            mirror = None
+        try:
+            mirror = load_mirror(self._bucket, self._run, at=version, into=mirror)
+        except CorruptError as error:
+            self._fault(version, f"the published weights cannot be read: {error.message}")
+            return False
+        ours = bits_of(state.masters.source)
+        odd = [
+            name
+            for name, bits in mirror.tensors.items()
+            if name not in ours or not np.array_equal(bits, ours[name].reshape(bits.shape))
+        ]
+        if odd:
+            self._fault(version, f"published weights of {odd[0][:100]} are other ones")
+            return False
+        self._mirror = mirror
+        return True
+
+    def _compare_state(self, state: Resumed) -> None:
+        """Compares the stored state of a version, if there is one, with the computed one."""
+        version = state.version
+        if version not in checkpoint_versions(self._bucket):
+            return
+        ours = state.masters.state()
+        stored = {name: torch.empty_like(tensor) for name, tensor in ours.items()}
+        try:
+            commit = load_checkpoint(self._bucket, stored, newest=version, run=self._run.id)
+        except DeltawireError as error:
+            self._fault(version, f"the stored state cannot be read: {error.message}")
+            return
+        if commit is None or commit.version != version:
+            self._fault(version, "the stored state is damaged")
+            return
+        if odd := _different(ours, stored):
+            self._fault(version, f"the stored state differs in {odd[0][:100]}")
+
+
+def _different(ours: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[str]:
+    return [
+        name
+        for name, tensor in ours.items()
+        if not np.array_equal(_bytes(tensor), _bytes(stored[name]))
+    ]
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    return bytes_of(local_part(tensor).detach().cpu().contiguous())
+
+
+def absence_of(bucket: Bucket, version: int, missing: Sequence[tuple[str, int]]) -> str:
+    """Returns why groups that a version consumed are gone: a user was forgotten, or retention
+    deleted them. Empty if neither explains it."""
+    if set(missing) <= erased_groups(bucket):
+        return "its groups were erased"
+    if version < read_retained(bucket).rollouts:
+        return "retention deleted its groups"
+    return ""

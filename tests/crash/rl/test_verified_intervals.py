@@ -1,0 +1,174 @@
+"""A full check finds each of twenty lies about a run's training; an honest run passes."""
+
+import random
+from collections import Counter
+
+import pytest
+from forgotten_users import train
+from granted_groups import start_with_groups
+from training_lies import EDITS, LIE_AT, TOLD, lying_trainer
+
+from deltawire.cli.main import main
+from deltawire.errors import InputError
+from deltawire.rl.trainer import verify_intervals as verifying
+from deltawire.rl.trainer.verify_intervals import (
+    TrainingInterval,
+    draw,
+    escape_probability,
+    intervals_of,
+    verify_intervals,
+)
+from deltawire.store import open_bucket
+from deltawire.sync import read_run
+from deltawire.train.checkpoint import release_checkpoint
+from deltawire.wire import keys
+from deltawire.wire.lineage import Forgotten
+from deltawire.wire.objects import encode_json
+
+VERSIONS = 5
+TRAIN = {
+    "groups_per_step": 2, "max_staleness": 99, "versions": VERSIONS, "checkpoint_every": 2,
+    "anchor_every": 100, "dropout": True, "max_tokens_per_batch": 16,
+    "optimizer": {"learning_rate": 1e-3}, "schedule": {"warmup_steps": 1},
+}  # fmt: skip
+
+
+def start(folder):
+    """A run at version 0, with enough groups, whose model drops attention at random."""
+    return start_with_groups(
+        folder,
+        groups=2 * VERSIONS,
+        train=TRAIN,
+        attention_dropout=0.3,
+        retain={"checkpoints": 0},
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of five versions, with states at 2, 4 and 5."""
+    bucket = start(tmp_path_factory.mktemp("trained"))
+    train(bucket, to=VERSIONS)
+    return bucket
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    """A copy of the run."""
+    bucket = open_bucket(str(tmp_path / "run"), create=True)
+    for key in trained.list(""):
+        bucket.put(key, trained.get(key, limit=1 << 30))
+    return bucket
+
+
+def test_an_honest_run_passes_whole(trained, capsys):
+    assert main(["verify-training", trained.url]) == 0
+    said = capsys.readouterr().out
+    assert "3 of 3 intervals computed again: 5 versions from 10 groups" in said
+    assert "follows from the one before" in said
+    assert "not shown: that answers were sampled" in said
+
+
+@pytest.mark.parametrize(
+    "lie", ["an exchanged group and its hash", "a patched optimizer in a stored state"]
+)
+def test_a_lie_told_after_the_run_is_found(copy, lie):
+    assert_found(copy, lie)
+
+
+@pytest.mark.drills
+@pytest.mark.parametrize("lie", EDITS)
+def test_each_lie_told_after_the_run_is_found(copy, lie):
+    assert_found(copy, lie)
+
+
+def assert_found(bucket, lie):
+    EDITS[lie](bucket)
+    found = verify_intervals(bucket)
+    assert found.faults, lie
+    assert found.faults[0].version <= LIE_AT + 1
+
+
+def test_a_lie_told_by_the_trainer_is_found(tmp_path):
+    assert_told(tmp_path, TOLD[0])
+
+
+@pytest.mark.drills
+@pytest.mark.parametrize("lie", TOLD)
+def test_each_lie_told_by_the_trainer_is_found(tmp_path, lie):
+    assert_told(tmp_path, lie)
+
+
+def assert_told(folder, lie):
+    bucket = start(folder)
+    with lying_trainer(lie):
+        train(bucket, to=VERSIONS)
+    faults = verify_intervals(bucket).faults
+    assert [one.version for one in faults][:1] == [LIE_AT], lie
+
+
+def test_twenty_lies_are_told():
+    assert len(EDITS) + len(TOLD) == 20
+
+
+def test_published_bits_are_compared_although_the_digests_agree(trained, monkeypatch):
+    """Whoever chooses weights can choose some with a digest that is given."""
+    honest = verifying.load_mirror
+
+    def forged(bucket, run, *, at, into=None):
+        mirror = honest(bucket, run, at=at)
+        name = min(mirror.tensors)
+        if at == LIE_AT:
+            mirror.tensors[name][0] ^= 1
+        return mirror
+
+    monkeypatch.setattr(verifying, "load_mirror", forged)
+    found = verify_intervals(trained)
+    assert [one.version for one in found.faults] == [LIE_AT]
+    assert "other ones" in found.faults[0].reason
+
+
+def test_intervals_are_drawn_by_the_verifier(trained, capsys):
+    run = read_run(trained)
+    every = intervals_of(trained, run)
+    assert every == [TrainingInterval(0, 2), TrainingInterval(2, 4), TrainingInterval(4, 5)]
+    drawn = Counter(one for _ in range(300) for one in draw(every, 1))
+    assert set(drawn) == set(every)
+    assert draw(every, 9) == every
+    assert main(["verify-training", trained.url, "--spot", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 3 intervals computed again, drawn at random" in said
+    assert "at most (1 − f)^1: 95.0% with f = 5%" in said
+
+
+def test_a_forger_escapes_as_often_as_stated():
+    """Of 100 intervals 10 are forged, and 12 are drawn."""
+    numbers = random.Random(1)
+    trials = 4000
+    escaped = sum(min(numbers.sample(range(100), 12)) >= 10 for _ in range(trials))
+    assert escaped / trials < escape_probability(0.1, 12) + 0.01
+    assert escape_probability(0.1, 12) == pytest.approx(0.9**12)
+
+
+def test_erased_groups_are_counted_as_not_checkable(copy, capsys):
+    """The steps after the next stored state are checked all the same."""
+    copy.delete(keys.rollout("w0", 4))
+    assert main(["verify-training", copy.url]) == 5, "nothing explains that it is gone"
+    assert "version 3 does not follow: " in capsys.readouterr().out
+    record = Forgotten(run=read_run(copy).id, user="b0" * 16, at=0.0, groups=[("w0", 4)])
+    copy.put(keys.live_forgotten("b0" * 16), encode_json(record))
+    found = verify_intervals(copy)
+    assert found.not_checkable == {3: "its groups were erased", 4: "its groups were erased"}
+    assert (found.exact, found.versions) == (True, 3)
+    assert main(["verify-training", copy.url]) == 0
+    assert "not checkable: 2 versions (3 to 4), because its groups were" in capsys.readouterr().out
+
+
+def test_without_version_0_the_first_state_is_the_beginning(copy):
+    copy.delete(keys.manifest(0))
+    assert intervals_of(copy, read_run(copy))[0] == TrainingInterval(2, 4)
+    for version in (2, 4, 5):
+        copy.delete(keys.checkpoint_commit(version))
+    release_checkpoint(copy, 2, keep=1)
+    with pytest.raises(InputError, match=r"retain\.checkpoints"):
+        verify_intervals(copy)
