@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from deltawire import codec
+from deltawire.attest import digests
 from deltawire.export.source import open_source
 from deltawire.store import open_bucket
 from deltawire.sync import ShardPublisher, create_run
@@ -70,7 +71,10 @@ def main(folder: str) -> None:
             name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             for name, tensor in model.state_dict().items()
         }
+        attested = digests(model)
+        assert not attested.copies_disagree
         if rank == 0:
+            bucket.put(f"attested/{version}", attested.digest.encode())
             torch_free = {name: codec.bits_of(tensor) for name, tensor in whole.items()}
             bucket.put(f"wanted/{version}", codec.digest_model(torch_free).hex().encode())
     publisher.close()

@@ -292,7 +292,14 @@ def loaded_by(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["deltawire", "deltawire.sync", "deltawire.codec", "deltawire.launch.session"]
+    "module",
+    [
+        "deltawire",
+        "deltawire.sync",
+        "deltawire.codec",
+        "deltawire.attest",
+        "deltawire.launch.session",
+    ],
 )
 def test_importing_loads_nothing_heavy(module: str) -> None:
     assert not loaded_by(f"import {module}") & set(HEAVY)

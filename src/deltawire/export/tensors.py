@@ -33,7 +33,7 @@ def tensors_of(
     adapters that are not LoRA or change more than a sum or one use of a tied weight, and quantized
     parameters.
     """
-    _dtype_named(dtype)
+    dtype_named(dtype)
     base, added = _without_adapters(model)
     return _checkpoint_of(base, added, dtype, keep=keep)
 
@@ -58,7 +58,7 @@ def adapter_of(model: Any, name: str, dtype: str | None, *, keep: bool = True) -
     """Returns the adapter ``name`` of a model wrapped by PEFT, as its files name the tensors."""
     import peft
 
-    wanted = _dtype_named(dtype)
+    wanted = dtype_named(dtype)
     state = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     found = {}
     for key, tensor in state.items():
@@ -98,7 +98,8 @@ def check_separable(model: Any) -> str:
     return str(names[0])
 
 
-def _dtype_named(dtype: str | None) -> torch.dtype | None:
+def dtype_named(dtype: str | None) -> torch.dtype | None:
+    """Returns torch's dtype of that name; raises `InputError` if there is none."""
     found = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not isinstance(found, torch.dtype):
         raise InputError(f"there is no dtype {dtype[:40]!r}", hint='for example "bfloat16"')
@@ -109,14 +110,14 @@ def _checkpoint_of(
     base: Any, added: dict[str, Tensor], dtype: str | None, *, keep: bool
 ) -> dict[str, Tensor]:
     """Returns the tensors of ``base`` with what is ``added`` to its weights."""
-    wanted = _dtype_named(dtype)
+    wanted = dtype_named(dtype)
     _check_ties(base)
     kept = set(saved_buffers(base))
     own = {name for name, _ in base.named_parameters()}
     tied = {name for name, _ in base.named_parameters(remove_duplicate=False)} - own
     state = {}
     for name, tensor in base.state_dict().items():
-        plain = _base_name(base, name)
+        plain = base_name(base, name)
         if name in tied or plain is None:
             continue
         _check_unquantized(name, tensor, adapted=plain in added)
@@ -216,7 +217,7 @@ def _check_ties(base: Any) -> None:
                 )
 
 
-def _base_name(base: Any, name: str) -> str | None:
+def base_name(base: Any, name: str) -> str | None:
     """Returns the name that a tensor has without PEFT's wrappers; None for an adapter's own tensor,
     and for the original of a module that PEFT trains as a copy.
     """

@@ -48,6 +48,7 @@ def test_two_ranks_publish_one_model(tmp_path):
         mirror = load_mirror(bucket, run, at=version)
         wanted = bucket.get(f"wanted/{version}", limit=100).decode()
         assert mirror.compute_held().hex() == mirror.digest.hex() == wanted
+        assert bucket.get(f"attested/{version}", limit=100).decode() == wanted
     assert len({read_manifest(bucket, run, v).digest for v in range(STEPS + 1)}) == STEPS + 1
     # Both ranks wrote: the first weight has pieces of both halves of its rows.
     first = read_manifest(bucket, run, 0)

@@ -63,7 +63,7 @@ def read_safetensors(directory: Path) -> dict[str, Bits]:
     Tensors are returned as unsigned bits in their shapes; `safetensors_table` gives their dtypes.
     Raises `InputError` for a directory that has none, a name in two files, or a damaged file.
     """
-    found = safetensors_in(_files_of(directory))
+    found = safetensors_of(directory)
     return {tensor.spec.name: tensor.read().reshape(tensor.shape) for tensor in found}
 
 
@@ -72,8 +72,15 @@ def safetensors_table(directory: Path) -> list[TensorSpec]:
 
     Raises as `read_safetensors` does.
     """
-    found = safetensors_in(_files_of(directory))
+    found = safetensors_of(directory)
     return sorted((tensor.spec for tensor in found), key=lambda spec: spec.name)
+
+
+def safetensors_of(directory: Path) -> list[StoredTensor]:
+    """Finds the tensors of a directory of ``*.safetensors`` files; raises as `read_safetensors`
+    does.
+    """
+    return safetensors_in(_files_of(directory))
 
 
 def safetensors_in(files: Sequence[Path]) -> list[StoredTensor]:

@@ -1,0 +1,138 @@
+"""Adds up what ranks hold of a model.
+
+The tables of the ranks are compared by a hash, and exchanged only if they differ, as with pipeline
+stages; then one all-reduce of 48 bytes a tensor adds up the digests. No rank gathers elements of
+another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from deltawire import codec
+from deltawire.attest.statement import Digests, TensorDigest
+from deltawire.builds import build_name
+from deltawire.codec import Digest
+from deltawire.errors import InputError
+from deltawire.wire.run import TensorSpec
+
+_WORD = 1 << 64
+
+
+class HeldPart(NamedTuple):
+    """The part of a tensor that this rank holds: its digest, and how many elements it has.
+
+    ``counts`` says whether this rank's copy is the one that counts; None leaves that to the first
+    rank that holds the tensor.
+    """
+
+    spec: TensorSpec
+    digest: Digest
+    elements: int
+    counts: bool | None = None
+
+
+class Ranks(Protocol):
+    """The processes that hold the model together; all call each method together."""
+
+    number: int
+    count: int
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Returns the bytes of every rank, in rank order."""
+
+    def add_up(self, words: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the sum over the ranks, which wraps around."""
+
+
+def total_of(
+    found: Iterable[TensorDigest],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    copies_disagree: Sequence[str] = (),
+) -> Digests:
+    """Returns the digests of a model with these tensors."""
+    tensors = sorted(found, key=lambda one: one.name)
+    total = sum((Digest.from_hex(one.digest) for one in tensors), codec.ZERO)
+    return Digests(
+        digest=total.hex(),
+        tensors=tensors,
+        aliases=dict(aliases or {}),
+        copies_disagree=sorted(copies_disagree),
+        build=build_name(),
+    )
+
+
+def combined(
+    held: Sequence[HeldPart], ranks: Ranks | None, *, aliases: Mapping[str, str] | None = None
+) -> Digests:
+    """Returns the digests of the model that ``ranks`` hold together, on each of them.
+
+    Copies on several ranks are compared: the sum over all copies must be as many times the sum of
+    those that count. Raises `InputError` if the ranks describe a tensor differently, or hold some
+    elements not at all or twice.
+    """
+    if ranks is None or ranks.count == 1:
+        return total_of((described(part.spec, part.digest) for part in held), aliases=aliases)
+    table, holders = _union([part.spec for part in held], ranks)
+    places = {spec.name: number for number, spec in enumerate(table)}
+    words = np.zeros((len(table), 6), np.uint64)
+    for part in held:
+        row = words[places[part.spec.name]]
+        first = holders.get(part.spec.name, 0) == ranks.number
+        lanes = np.array([part.digest.lane0, part.digest.lane1], np.uint64)
+        row[2:4] += lanes
+        row[5] += np.uint64(part.elements)
+        if first if part.counts is None else part.counts:
+            row[0:2] += lanes
+            row[4] += np.uint64(part.elements)
+    sums = ranks.add_up(words.view(np.int64)).view(np.uint64)
+    found, disagree = [], []
+    for spec, row in zip(table, sums.tolist(), strict=True):
+        once, every = Digest(row[0], row[1]), Digest(row[2], row[3])
+        if row[4] != spec.count:
+            raise InputError(
+                f"the ranks together hold {row[4]} of the {spec.count} elements of {spec.name}",
+                hint="pass the group of the ranks that hold one model together",
+            )
+        copies, rest = divmod(row[5], spec.count) if spec.count else (1, 0)
+        if not rest and every != _times(once, copies):
+            disagree.append(spec.name)
+        found.append(described(spec, once))
+    return total_of(found, aliases=aliases, copies_disagree=disagree)
+
+
+def described(spec: TensorSpec, digest: Digest) -> TensorDigest:
+    """Returns the entry of a tensor."""
+    return TensorDigest(spec.name, tuple(spec.shape), spec.dtype, digest.hex())
+
+
+def _union(own: list[TensorSpec], ranks: Ranks) -> tuple[list[TensorSpec], dict[str, int]]:
+    """Returns the tensors of all ranks in name order, and the first rank that has each; no ranks
+    are named if all have the same tensors."""
+    own = sorted(own, key=lambda spec: spec.name)
+    data = msgspec.msgpack.encode(own)
+    hashed = ranks.gather(blake3(data).digest())
+    if len(set(hashed)) == 1:
+        return own, {}
+    found: dict[str, TensorSpec] = {}
+    holders: dict[str, int] = {}
+    for rank, table in enumerate(ranks.gather(data)):
+        for spec in msgspec.msgpack.decode(table, type=list[TensorSpec]):
+            if found.setdefault(spec.name, spec) != spec:
+                raise InputError(
+                    f"ranks {holders[spec.name]} and {rank} have different shapes or dtypes of "
+                    f"{spec.name}"
+                )
+            holders.setdefault(spec.name, rank)
+    return [found[name] for name in sorted(found)], holders
+
+
+def _times(digest: Digest, copies: int) -> Digest:
+    return Digest(digest.lane0 * copies % _WORD, digest.lane1 * copies % _WORD)

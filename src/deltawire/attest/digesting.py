@@ -1,0 +1,85 @@
+"""Computes the digests of a model: a module, a mapping of tensors, or a folder of files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltawire import codec
+from deltawire.attest.combining import combined, described, total_of
+from deltawire.attest.statement import Digests, TensorDigest
+from deltawire.errors import InputError
+from deltawire.sync.publish.given_tensors import check_mapping
+from deltawire.sync.publish.lazy_tensor import LazyTensor
+from deltawire.sync.publish.safetensors_files import safetensors_of
+from deltawire.sync.publish.sources import table_of
+
+PART_ELEMENTS = 1 << 22
+"""Elements of a lazy tensor that are read at a time."""
+
+
+def digests(
+    model: Any,
+    *,
+    dtype: str | None = None,
+    merged: bool = False,
+    group: Any = None,
+) -> Digests:
+    """Returns the digest of each tensor of ``model``, under the names of its checkpoints.
+
+    ``model`` is a module, a mapping of names to arrays or tensors, such as a ``state_dict()``, or a
+    folder of safetensors files. ``dtype``, such as "bfloat16", rounds floating-point parameters
+    first, because float32 masters are served rounded; None keeps each dtype. A model wrapped by
+    PEFT gives its frozen base and its adapter under the names of PEFT's files; ``merged`` gives
+    the base with the adapter added.
+
+    Parts of distributed tensors (FSDP version 2, tensor parallelism) are digested where they lie.
+    All ranks of ``group`` (default: all) must then call this together, and each gets the digests of
+    the whole model. Raises `InputError` for a model that no plain checkpoint can hold, and if the
+    ranks together do not hold each element.
+
+    Example::
+
+        deltawire.attest.digests(model, dtype="bfloat16").write("checkpoints/7")
+    """
+    if isinstance(model, str | os.PathLike):
+        if dtype or merged:
+            raise InputError("a folder's tensors are digested as they are stored")
+        return total_of(digest_lazy(one) for one in safetensors_of(Path(model)))
+    if not hasattr(model, "named_parameters"):
+        check_mapping(model)
+        if not any(hasattr(one, "detach") for one in model.values()):
+            return _of_arrays(model, dtype)
+    # Only now: the caller has tensors of torch.
+    from deltawire.attest.torch_tensors import held_parts, torch_ranks
+
+    held, aliases = held_parts(model, dtype=dtype, merged=merged)
+    return combined(held, torch_ranks(group), aliases=aliases)
+
+
+def _of_arrays(tensors: Mapping[str, Any], dtype: str | None) -> Digests:
+    if dtype:
+        raise InputError("dtype rounds tensors of torch", hint="round the arrays first")
+    specs, aliases = table_of(tensors)
+    found = []
+    for spec in specs:
+        held = tensors[spec.name]
+        if isinstance(held, LazyTensor):
+            found.append(digest_lazy(held))
+        else:
+            bits = codec.bits_of(np.ascontiguousarray(held))
+            found.append(described(spec, codec.digest_bits(spec.name, bits)))
+    return total_of(found, aliases=aliases)
+
+
+def digest_lazy(held: LazyTensor) -> TensorDigest:
+    """Digests a tensor that is read in parts."""
+    total = codec.ZERO
+    for first in range(0, held.size, PART_ELEMENTS):
+        part = held.read(first, min(PART_ELEMENTS, held.size - first))
+        total += codec.digest_bits(held.spec.name, part, first)
+    return described(held.spec, total)

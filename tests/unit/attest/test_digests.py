@@ -1,0 +1,192 @@
+"""Digests of arrays, folders, modules and adapters, and the file that states them."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from thread_ranks import on_ranks
+
+from deltawire import attest, codec
+from deltawire.attest.combining import HeldPart, combined
+from deltawire.attest.statement import FILE, decode_digests
+from deltawire.codec.reference import digest_bits_reference
+from deltawire.errors import CorruptError, InputError, SignatureError
+from deltawire.store import open_bucket
+from deltawire.wire.run import TensorSpec
+from deltawire.wire.seal import seal_json
+from deltawire.wire.signing import Ed25519Signer
+
+WHERE = "here"
+
+
+def arrays():
+    drawn = np.random.default_rng(0)
+    return {
+        "b": drawn.standard_normal((5, 3)).astype(np.float32),
+        "a": drawn.integers(0, 9, (2, 2, 2)),
+        "scalar": np.float32([2.5]).reshape(()),
+        "empty": np.zeros((0, 4), np.float16),
+    }
+
+
+def test_arrays_a_folder_and_torch_give_the_same_digests(tmp_path):
+    held = arrays()
+    found = attest.digests(held)
+    save_file(held, tmp_path / "model.safetensors")
+    assert attest.digests(tmp_path) == attest.digests(str(tmp_path)) == found
+    assert attest.digests({name: torch.from_numpy(one) for name, one in held.items()}) == found
+    assert [one.name for one in found.tensors] == sorted(held)
+    for name, one in found.by_name.items():
+        bits = codec.bits_of(np.ascontiguousarray(held[name]))
+        assert one.digest == digest_bits_reference(name, bits).hex()
+        assert one.shape == held[name].shape
+
+
+def test_a_tied_tensor_is_an_alias():
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(9, 4), "head": torch.nn.Linear(4, 9, bias=False)}
+    )
+    model["head"].weight = model["embed"].weight
+    found = attest.digests(model)
+    assert found.aliases == {"head.weight": "embed.weight"}
+    assert [one.name for one in found.tensors] == ["embed.weight"]
+    assert attest.digests(model.state_dict()) == found
+
+
+def test_masters_are_rounded_and_buffers_are_not():
+    model = torch.nn.BatchNorm1d(3)
+    found = attest.digests(model, dtype="bfloat16").by_name
+    assert found["weight"].dtype == "BF16"
+    assert found["running_mean"].dtype == "F32"
+    assert found["num_batches_tracked"].dtype == "I64"
+    rounded = attest.digests({"weight": model.weight.detach().bfloat16()})
+    assert found["weight"] == rounded.tensors[0]
+
+
+def test_an_adapter_is_digested_next_to_its_base_or_merged():
+    peft = pytest.importorskip("peft")
+    base = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    before = attest.digests(base)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"], r=2))
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if "lora_B" in name:
+                one.fill_(0.5)
+    found = attest.digests(model)
+    names = [f"base_model.model.0.lora_{half}.weight" for half in "AB"]
+    assert sorted(found.by_name) == ["0.bias", "0.weight", *names]
+    assert [found.by_name[name] for name in before.by_name] == before.tensors
+    merged = attest.digests(model, merged=True, dtype="float32")
+    assert merged.by_name["0.weight"] != found.by_name["0.weight"]
+    assert merged.by_name["0.bias"] == found.by_name["0.bias"]
+    by_hand = model.merge_and_unload()
+    assert merged == attest.digests(by_hand)
+
+
+@pytest.mark.parametrize("place", ["folder", "file", "bucket"])
+def test_the_file_is_read_back_from_where_it_was_written(tmp_path, place):
+    found = attest.digests(arrays())
+    where = {
+        "folder": tmp_path,
+        "file": tmp_path / "of-7.json",
+        "bucket": open_bucket("memory://"),
+    }[place]
+    found.write(where)
+    assert attest.read_digests(where) == found
+
+
+def test_a_damaged_file_is_refused():
+    data = attest.digests(arrays()).encode()
+    assert decode_digests(data, where=WHERE).tensors
+    for place in range(0, len(data), 7):
+        broken = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        with pytest.raises(CorruptError):
+            decode_digests(broken, where=WHERE)
+        with pytest.raises(CorruptError):
+            decode_digests(data[:place], where=WHERE)
+
+
+def test_a_sealed_file_that_contradicts_itself_is_refused():
+    found = attest.digests(arrays())
+    row = '{"name":"a","shape":[1],"dtype":"%s","digest":"' + "0" * 32 + '"}'
+    for rows, total, what in (
+        ([row % "F32"] * 2, "0" * 32, "twice"),
+        ([row % "F31"], "0" * 32, "dtype"),
+        ([row % "F32"], found.digest, "not the sum"),
+    ):
+        body = f'{{"format":1,"digest":"{total}","tensors":[{",".join(rows)}]}}'
+        with pytest.raises(CorruptError, match=what):
+            decode_digests(seal_json(body.encode(), key=FILE), where=WHERE)
+
+
+def test_a_signed_file_is_checked(tmp_path):
+    signer, other = Ed25519Signer.generate(), Ed25519Signer.generate()
+    found = attest.digests(arrays())
+    found.write(tmp_path, signer=signer)
+    assert attest.read_digests(tmp_path, public_key=signer.public_key) == found
+    with pytest.raises(SignatureError):
+        attest.read_digests(tmp_path, public_key=other.public_key)
+    found.write(tmp_path)
+    with pytest.raises(SignatureError, match="not signed"):
+        attest.read_digests(tmp_path, public_key=signer.public_key)
+
+
+def test_a_missing_file_and_odd_models_get_one_clear_error(tmp_path):
+    with pytest.raises(InputError, match=r"cannot read .*digests\.json"):
+        attest.read_digests(tmp_path)
+    with pytest.raises(InputError, match="no safetensors files"):
+        attest.digests(tmp_path)
+    with pytest.raises(InputError, match="mapping of names"):
+        attest.digests([1, 2])
+    with pytest.raises(InputError, match="no tensor"):
+        attest.digests({"a": torch.zeros(1), "b": 3})
+    with pytest.raises(InputError, match="no dtype"):
+        attest.digests({"a": torch.zeros(1)}, dtype="bf17")
+    with pytest.raises(InputError, match="meta device"):
+        attest.digests({"a": torch.zeros(1, device="meta")})
+
+
+SPEC = TensorSpec("w", (4,), "U16")
+BITS = np.arange(4, dtype=np.uint16)
+
+
+def part(first, last, *, counts, spec=SPEC, flip=0):
+    bits = BITS[first:last] ^ np.uint16(flip)
+    return HeldPart(spec, codec.digest_bits(spec.name, bits, first), last - first, counts)
+
+
+def test_ranks_add_up_what_they_hold_and_compare_copies():
+    whole = codec.digest_bits("w", BITS).hex()
+    halves = [[part(0, 2, counts=True)], [part(2, 4, counts=True)]]
+    for found in on_ranks(lambda ranks: combined(halves[ranks.number], ranks), 2):
+        assert found.by_name["w"].digest == whole == found.digest
+        assert not found.copies_disagree
+    copies = [[part(0, 4, counts=None)], [part(0, 4, counts=None)]]
+    for found in on_ranks(lambda ranks: combined(copies[ranks.number], ranks), 2):
+        assert (found.digest, found.copies_disagree) == (whole, [])
+    copies[1] = [part(0, 4, counts=None, flip=8)]
+    for found in on_ranks(lambda ranks: combined(copies[ranks.number], ranks), 2):
+        assert (found.digest, found.copies_disagree) == (whole, ["w"])
+
+
+def test_ranks_may_hold_different_tensors():
+    """As pipeline stages do; a tensor of two stages counts on the first of them."""
+    second = TensorSpec("v", (4,), "U16")
+    held = [
+        [part(0, 4, counts=None)],
+        [part(0, 4, counts=None), part(0, 4, counts=None, spec=second)],
+    ]
+    both = codec.digest_bits("w", BITS) + codec.digest_bits("v", BITS)
+    for found in on_ranks(lambda ranks: combined(held[ranks.number], ranks), 2):
+        assert found.digest == both.hex()
+        assert list(found.by_name) == ["v", "w"]
+
+
+def test_a_missing_part_and_a_part_that_counts_twice_are_refused():
+    for parts in ([(0, 2), (3, 4)], [(0, 3), (2, 4)]):
+        held = [[part(*one, counts=True)] for one in parts]
+        with pytest.raises(InputError, match="of the 4 elements"):
+            on_ranks(lambda ranks, held=held: combined(held[ranks.number], ranks), 2)
+    held = [[part(0, 4, counts=None)], [part(0, 4, counts=None, spec=TensorSpec("w", (4,), "I16"))]]
+    with pytest.raises(InputError, match="different shapes or dtypes of w"):
+        on_ranks(lambda ranks: combined(held[ranks.number], ranks), 2)
