@@ -262,6 +262,7 @@ FLAGS = {
     "budget": TRUST | {"--json"},
     "forecast": TRUST | {"--of", "--compute", "--from", "--like", "--plot", "--json"},
     "watch": TRUST | {"--port", "--no-browser", "--cache"},
+    "attest": TRUST | {"--against", "--also", "--json"},
     "parity": TRUST
     | {
         "--version",

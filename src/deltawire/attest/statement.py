@@ -126,8 +126,10 @@ def read_digests(location: str | os.PathLike[str] | Bucket, *, public_key: str =
     """
     if isinstance(location, Bucket) or is_url(location):
         bucket = location if isinstance(location, Bucket) else open_bucket(location)
-        data = RetryingBucket.over(bucket).get(FILE, limit=MAX_BYTES)
-        return decode_digests(data, where=bucket.url, public_key=public_key)
+        held = RetryingBucket.over(bucket).get(FILE, limit=MAX_BYTES)
+        if held is None:
+            raise InputError(f"there is no {FILE} in the bucket", run=bucket.url)
+        return decode_digests(held, where=bucket.url, public_key=public_key)
     path = Path(location)
     path = path / FILE if path.is_dir() else path
     try:

@@ -62,6 +62,7 @@ GROUPS = {
         "shapes",
         "forecast",
         "parity",
+        "attest",
         "bench",
         "completion",
     ),

@@ -9,13 +9,15 @@ DAMAGED = 3
 EXCEEDED = 3
 """``parity`` measured more than ``--limit``."""
 DIFFERENT = 5
-"""``replay`` computed bits that differ from the run's; also `launch.session.AuditError`."""
+"""``replay`` computed bits that differ from the run's, or ``attest`` found some; also
+`launch.session.AuditError`."""
 FLAGGED = 6
 """``probes`` shows a reward that came apart from a probe."""
 UNFIT = 8
 """``doctor`` found a problem."""
 UNDECIDED = 11
-"""``bisect`` found no version that is certain enough, ``compare`` no candidate that is better."""
+"""``bisect`` found no version that is certain enough, ``compare`` no candidate that is better,
+``attest`` no tensor that differs but some that it cannot read."""
 NOT_ALIVE = 12
 """``alive``: the process is silent or makes no progress."""
 HARMED = 13

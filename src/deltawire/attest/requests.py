@@ -1,0 +1,36 @@
+"""Asks servers over HTTP, with limits on what an answer may be."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.error
+import urllib.request
+
+from deltawire.errors import InputError, RetryError
+
+ANSWER_WITHIN_S = 60.0
+
+
+def get(url: str, *, limit: int, token: str = "", body: bytes | None = None) -> bytes:
+    """Returns the answer to a GET request, to a POST request if there is a ``body``, at most
+    ``limit`` bytes. ``token`` is a bearer token.
+
+    Raises `InputError` if the server refuses or answers more, `RetryError` if it does not answer.
+    """
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    try:
+        request = urllib.request.Request(url, body, headers)  # noqa: S310  (http or https)
+        with urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S) as answer:  # noqa: S310
+            data: bytes = answer.read(limit + 1)
+    except urllib.error.HTTPError as error:
+        raise InputError(
+            f"{url} answers {error.code}", hint="is it the right address, and the right token?"
+        ) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise RetryError(f"{url} does not answer: {reason}") from error
+    if len(data) > limit:
+        raise InputError(f"{url} answers more than {limit} bytes")
+    return data

@@ -1,0 +1,100 @@
+"""Opens both sides of an attestation, and prints the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from deltawire.attest.requests import get
+from deltawire.attest.sides import Side, digests_side, local_side, version_side
+from deltawire.attest.statement import FILE, MAX_BYTES, decode_digests
+from deltawire.attest.verdicts import WeightReport, compare
+from deltawire.display import safe_line
+from deltawire.errors import InputError, ResyncError
+from deltawire.launch.branches.version_names import open_version
+from deltawire.runtime.trusted import ReaderTrust
+from deltawire.sync import committed_versions
+
+SHOWN = 40
+"""Tensors that are listed for people."""
+
+
+def open_side(text: str, trust: ReaderTrust) -> Side:
+    """Opens a folder of safetensors files, ``digests.json``, or ``RUN@VERSION``.
+
+    Raises `InputError` for anything else, and as reading it does.
+    """
+    key = trust.pin.public_key if trust.pin else ""
+    side = local_side(text, public_key=key)
+    if side is not None:
+        return side
+    if text.startswith(("http://", "https://")):
+        return Side(text, decode_digests(get(text, limit=MAX_BYTES), where=text, public_key=key))
+    if text.endswith(f"/{FILE}"):
+        return digests_side(text.removesuffix(f"/{FILE}"), public_key=key)
+    try:
+        bucket, run, version = open_version(text, trust)
+    except InputError as error:
+        if "://" in text or Path(text).exists():
+            raise
+        raise InputError(
+            f"{text} is no folder of safetensors files, no {FILE} and no version of a run",
+            hint=error.message,
+        ) from error
+    return version_side(bucket, run, version)
+
+
+def other_sides(against: str, also: Sequence[str], trust: ReaderTrust) -> list[Side]:
+    """Opens what may explain a difference: ``also``, and of a run the version before and the
+    first."""
+    found = [open_side(text, trust) for text in also]
+    if local_side_exists(against):
+        return found
+    bucket, run, version = open_version(against, trust)
+    held = committed_versions(bucket)
+    earlier = [one for one in held if one < version]
+    for one in sorted({*earlier[-1:], *earlier[:1]}, reverse=True):
+        with suppress(ResyncError):  # Retention may have deleted it: it explains nothing then.
+            found.append(version_side(bucket, run, one))
+    return found
+
+
+def local_side_exists(text: str) -> bool:
+    """Returns whether a location is a file or a folder of files or digests, and no run."""
+    path = Path(text)
+    return (
+        path.is_file()
+        or text.endswith(f"/{FILE}")
+        or text.startswith(("http://", "https://"))
+        or any(path.glob("*.safetensors"))
+        or (path / FILE).is_file()
+    )
+
+
+def attest(found: str, against: str, also: Sequence[str], trust: ReaderTrust) -> WeightReport:
+    """Compares the weights at two locations; raises as `open_side` and `compare` do."""
+    reference = open_side(against, trust)
+    others: Callable[[], list[Side]] = lambda: other_sides(against, also, trust)  # noqa: E731
+    return compare(open_side(found, trust), reference, others)
+
+
+def print_report(report: WeightReport, console: Console) -> None:
+    """Prints what differs, and the counts."""
+    for one in [one for one in report.tensors if one.verdict != "equal"][:SHOWN]:
+        parts: list[str] = [one.verdict]
+        parts += [f"on rank {', '.join(map(str, one.ranks))}"] if one.ranks else []
+        parts += [one.text] if one.text else []
+        parts += [f"{one.changed} elements differ"] if one.changed is not None else []
+        console.print(safe_line(f"{one.name}: {'; '.join(parts)}"), markup=False)
+    hidden = sum(one.verdict != "equal" for one in report.tensors) - SHOWN
+    if hidden > 0:
+        console.print(f"… and {hidden} more; --json lists all")
+    for name in report.unexpected[:SHOWN]:
+        console.print(safe_line(f"{name}: the reference does not have it"), markup=False)
+    for note in report.notes:
+        console.print(safe_line(note), markup=False)
+    counts = ", ".join(f"{number} {word}" for word, number in report.counts.items() if number)
+    console.print(safe_line(f"{report.found} against {report.reference}: {counts}"), markup=False)
