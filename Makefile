@@ -62,9 +62,10 @@ test: setup
 drills: setup
 	$(if $(SHORT),,NEW_EXAMPLES=1) $(PYTEST) -m 'drills and not matrix$(if $(SHORT), and not long)' --drills $(or $(DRILLS),1)
 
-# vLLM's CPU build has its own environment; `make drills` builds it on first use too.
+# vLLM and SGLang have their own environments; `make drills` builds it on first use too.
 engines:
-	@sh scripts/setup-vllm.sh
+	@sh scripts/setup-engine.sh vllm
+	@sh scripts/setup-engine.sh sglang
 
 test-engines: setup engines
 	$(BIN)/python -m pytest -m "drills or matrix" tests/engines/test_vllm.py
