@@ -286,7 +286,7 @@ class _Subject:
 
         Alternates with as many steps without preparation.
         """
-        from deltawire.engines.vllm.rank_weights import rank_of
+        from deltawire.engines.vllm.rank_calls import rank_of
 
         rank = rank_of(self._core.model_executor.driver_worker.worker.get_model())
         quiet, busy = [], []

@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import torch
 
-from deltawire.engines.vllm import rank_weights
+from deltawire.engines.vllm import rank_calls
 from deltawire.engines.vllm.worker import DeltawireWorker
 from deltawire.errors import ResyncError
 
@@ -24,7 +24,7 @@ class PlantingWorker(DeltawireWorker):
     """Each fault strikes on one rank, once."""
 
     def _held(self):
-        return rank_weights.rank_of(self.get_model())
+        return rank_calls.rank_of(self.get_model())
 
     def plant_bit(self, number: int, seed: int):
         """Turn one bit of a live parameter on rank ``number``; says of which."""

@@ -5,12 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deltawire.engines.following import parameter_sums
+from deltawire.engines.following.refusals import refuse_changed, refuse_unreached
 from deltawire.engines.vllm import postprocess_check
-from deltawire.engines.vllm.refusals import (
-    refuse_changed,
-    refuse_configuration,
-    refuse_unreached,
-)
+from deltawire.engines.vllm.refusals import refuse_configuration
 from deltawire.errors import InputError
 from deltawire.placement.placement import probe
 from deltawire.wire.run import TensorSpec
@@ -63,46 +61,46 @@ def pack(model):
 )
 def test_weights_that_do_not_stay_as_loaded_are_refused(process, name, how):
     model = Experts()
-    before = postprocess_check.parameter_sums(model)
+    before = parameter_sums.parameter_sums(model)
     process(model)
-    found = postprocess_check.differences(before, postprocess_check.parameter_sums(model))
+    found = parameter_sums.differences(before, parameter_sums.parameter_sums(model))
     assert found.keys() == {name}
     with pytest.raises(InputError, match=f"{name} .*{how}"):
-        refuse_changed(found)
+        refuse_changed(found, engine="vLLM", hint="")
 
 
 def test_weights_moved_to_other_memory_count_as_loaded():
     model = Experts()
-    before = postprocess_check.parameter_sums(model)
+    before = parameter_sums.parameter_sums(model)
     model.w13 = torch.nn.Parameter(model.w13.data.clone())
     # As the rows of a wider memory: as padded weights lie.
     wide = torch.zeros(4, 5, 7)
     wide[..., :3] = model.w2.data
     model.w2 = torch.nn.Parameter(wide[..., :3])
     model.scale.data.fill_(0.5)  # A scale that vLLM works out itself.
-    found = postprocess_check.differences(before, postprocess_check.parameter_sums(model))
+    found = parameter_sums.differences(before, parameter_sums.parameter_sums(model))
     assert found == {}
-    refuse_changed(found)
+    refuse_changed(found, engine="vLLM", hint="")
 
 
 def test_the_sum_depends_on_order_within_and_across_chunks(monkeypatch):
     bits = torch.randint(0, 1 << 15, (1000,), dtype=torch.int16)
-    whole = postprocess_check._sum_of(bits)
-    monkeypatch.setattr(postprocess_check, "_CHUNK_ELEMENTS", 64)
-    assert postprocess_check._sum_of(bits) == whole
+    whole = parameter_sums._sum_of(bits)
+    monkeypatch.setattr(parameter_sums, "_CHUNK_ELEMENTS", 64)
+    assert parameter_sums._sum_of(bits) == whole
     for first, second in [(0, 1), (5, 63), (5, 64), (3, 900), (63, 127)]:
         if bits[first] != bits[second]:
             other = bits.clone()
             other[first], other[second] = bits[second], bits[first]
-            assert postprocess_check._sum_of(other) != whole
+            assert parameter_sums._sum_of(other) != whole
     zeros = torch.zeros(10, dtype=torch.bfloat16)
-    assert postprocess_check._sum_of(zeros) != postprocess_check._sum_of(-zeros)
+    assert parameter_sums._sum_of(zeros) != parameter_sums._sum_of(-zeros)
 
 
 def test_unobserved_post_processing_is_refused():
     assert postprocess_check.changes_after_loading(Experts()) is None
     with pytest.raises(InputError, match="was not observed"):
-        refuse_changed(postprocess_check.changes_after_loading(Experts()))
+        refuse_changed(postprocess_check.changes_after_loading(Experts()), engine="vLLM", hint="")
 
 
 class Tower(torch.nn.Module):

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from deltawire.engines.vllm.rank_weights import RankWeights
-from deltawire.engines.vllm.swap_controller import VersionWatcher
+from deltawire.engines.following.rank_weights import RankWeights
+from deltawire.engines.following.version_watcher import VersionWatcher
 from deltawire.errors import RetryError
 from deltawire.store import open_bucket
 from deltawire.testing.faulty import FaultyBucket

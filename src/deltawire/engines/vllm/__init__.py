@@ -1,6 +1,7 @@
 """Runs vLLM as an engine whose weights follow a run while it serves.
 
 Two sides share this folder. In vLLM's processes, loaded as a plugin: `swap_controller` (the core),
-`rank_weights` (each worker) and their dependencies. In a rollout worker, which starts a vLLM server
-and imports no vLLM module: `opening`, `server` and `remote`.
+`rank_calls` (each worker) and their dependencies. In a rollout worker, which starts a vLLM server
+and imports no vLLM module: `opening`, `server` and `remote`. What is not special to vLLM is in
+`deltawire.engines.following`.
 """

@@ -1,37 +1,18 @@
-"""Detects weights that vLLM reorders or repacks after loading.
-
-Some kernels need weights in their own order: halves exchanged, rows shuffled, values quantized.
-vLLM converts them after loading, often in place. Writing where the loader writes would then put
-correct bits in wrong places, and no digest of those bits would show it. So each parameter is summed
-before and after that step, and `refusals` refuses a model whose weights changed.
-"""
+"""Records which weights vLLM reorders or repacks after loading, for `refusals`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from deltawire.engines.following.parameter_sums import differences, parameter_sums
 from deltawire.engines.vllm.settings import in_use_here
-from deltawire.placement.elements import CARRIER
 
 _CHANGES = "_deltawire_changes"
 """The attribute of a model that holds its changes after loading."""
-
-_CHUNK_ELEMENTS = 1 << 22
-_ODD = 0x1E3779B97F4A7C15
-
-
-class ParameterSum(NamedTuple):
-    """A parameter's layout, and the sum of its elements' bits, each times an odd weight that
-    depends on the position: different values, or a different order, change the sum.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sum: int
 
 
 def install() -> None:
@@ -61,42 +42,3 @@ def _recording(original: Callable[..., None]) -> Callable[..., None]:
         model.__dict__[_CHANGES] = differences(before, parameter_sums(model))
 
     return process_weights_after_loading
-
-
-@torch.no_grad()
-def parameter_sums(model: torch.nn.Module) -> dict[str, ParameterSum]:
-    """Sums all parameters of ``model`` that have memory, by name."""
-    return {
-        name: ParameterSum(tuple(held.shape), held.dtype, _sum_of(held.detach()))
-        for name, held in model.named_parameters(remove_duplicate=False)
-        if held.layout == torch.strided and held.device.type != "meta"
-    }
-
-
-def differences(
-    before: Mapping[str, ParameterSum], after: Mapping[str, ParameterSum]
-) -> dict[str, str]:
-    """Returns which parameters of more than one element changed, and how."""
-    found = {}
-    for name, old in before.items():
-        new = after.get(name)
-        if old == new or torch.Size(old.shape).numel() < 2:
-            continue
-        if new is None:
-            found[name] = "was removed"
-        elif (old.shape, old.dtype) != (new.shape, new.dtype):
-            found[name] = f"became {list(new.shape)} of {str(new.dtype).removeprefix('torch.')}"
-        else:
-            found[name] = "holds different bits, or in a different order"
-    return found
-
-
-def _sum_of(held: torch.Tensor) -> int:
-    """Sums modulo 2^64; allocates a few times `_CHUNK_ELEMENTS`, and a copy if not contiguous."""
-    bits = held.contiguous().view(-1).view(CARRIER[held.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=held.device)
-    for first in range(0, bits.numel(), _CHUNK_ELEMENTS):
-        part = bits[first : first + _CHUNK_ELEMENTS].to(torch.int64)
-        places = torch.arange(first, first + part.numel(), device=held.device)
-        total += ((part + 1) * ((places * _ODD) | 1)).sum()
-    return int(total)

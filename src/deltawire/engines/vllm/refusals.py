@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from deltawire.engines.following.refusals import refuse_changed, refuse_unreached
+from deltawire.engines.vllm.postprocess_check import changes_after_loading
 from deltawire.errors import InputError
 from deltawire.placement.placement import Placement
 
 ABSORBED = frozenset({"W_UK_T", "W_UV", "W_UK_T_dcp_qrep", "W_K", "W_K_scale", "W_V", "W_V_scale"})
 """Tensors that vLLM's latent attention derives from ``kv_b_proj`` after loading: views of it, or
 copies under some settings."""
+
+UNCHANGED = "serve without quantization, and experts with --moe-backend triton"
+"""How to have vLLM leave weights as they are loaded."""
 
 
 def refuse_configuration(vllm_config: Any) -> None:
@@ -31,41 +35,11 @@ def refuse_configuration(vllm_config: Any) -> None:
         )
 
 
-def refuse_changed(changes: Mapping[str, str] | None) -> None:
-    """Raises `InputError` if weights changed or moved after the loader wrote them, according to
-    `postprocess_check.changes_after_loading`.
-    """
-    if changes is None:
-        raise InputError(
-            "vLLM's post-processing of the loaded weights was not observed",
-            hint="choose a load_format that loads a checkpoint itself",
-        )
-    if changes:
-        name, how = next(iter(sorted(changes.items())))
-        others = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
-        raise InputError(
-            f"vLLM changed weights for its kernels after loading: {name} {how}{others}",
-            hint="serve without quantization, and experts with --moe-backend triton",
-        )
-
-
-def refuse_unreached(placement: Placement, model: torch.nn.Module) -> None:
-    """Raises `InputError` for parameters that no tensor of the run is loaded into, since they would
-    stay at unknown values. Not checked where the loader computes tensors: what those reach is
-    unknown."""
-    if placement.unplaced:
-        return
-    sizes = {n: held.numel() for n, held in model.named_parameters(remove_duplicate=False)}
-    unreached = sorted(
-        name for name, count in placement.uncovered.items() if sizes.get(name, 0) == count > 1
-    )
-    if unreached:
-        others = f" and {len(unreached) - 1} more" if len(unreached) > 1 else ""
-        raise InputError(
-            f"no tensor of the run is loaded into the parameter {unreached[0]}{others}",
-            hint="publish those tensors too (unchanged tensors cost nothing), and serve without "
-            "quantization",
-        )
+def refuse(model: torch.nn.Module, placement: Placement) -> None:
+    """Raises `InputError` if vLLM could serve weights that are not the run's."""
+    refuse_changed(changes_after_loading(model), engine="vLLM", hint=UNCHANGED)
+    refuse_stale_products(placement)
+    refuse_unreached(placement, model)
 
 
 def refuse_stale_products(placement: Placement) -> None:

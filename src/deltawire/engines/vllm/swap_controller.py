@@ -19,24 +19,20 @@ them hold N afterwards, or none.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Literal
 
-from deltawire.engines.vllm import rank_weights
+from deltawire.engines.following.settings import FollowSettings, parse
+from deltawire.engines.following.version_watcher import POLL_EVERY_S, VersionWatcher
+from deltawire.engines.vllm import rank_calls
 from deltawire.engines.vllm.adapter_slot import adapter_request
 from deltawire.engines.vllm.caching import not_running, resalt
 from deltawire.engines.vllm.refusals import refuse_configuration
-from deltawire.engines.vllm.settings import FollowSettings, in_use, parse, settings_of
+from deltawire.engines.vllm.settings import in_use, settings_of
 from deltawire.errors import BugError, DeltawireError, InputError, ResyncError
-from deltawire.store import Bucket, open_bucket
-from deltawire.sync import read_run
-from deltawire.sync.chain.version_poller import VersionPoller
-
-POLL_EVERY_S = 0.02
-"""Seconds between polls of the workers' preparation."""
+from deltawire.store import open_bucket
 
 RETRY_AFTER_S = 1.0
 """The pause before a failed swap is tried again; it doubles each time, up to `RETRY_AT_MOST_S`."""
@@ -221,7 +217,7 @@ class SwapController:
 
     def status(self) -> dict[str, Any]:
         """Returns the version served, the one wanted, the last failure, and each rank's status."""
-        ranks = self._call_ranks(rank_weights.status) if self.settings is not None else []
+        ranks = self._call_ranks(rank_calls.status) if self.settings is not None else []
         return {
             "version": self.version,
             "digest": ranks[0]["digest"] if ranks else "",
@@ -240,13 +236,13 @@ class SwapController:
             raise InputError("no run is open")
         self.wanted, self._not_before = int(version), 0.0
         self.failure, self._failures = "", 0
-        self._wake()
+        self.wake()
         return self.status()
 
     def attest(self) -> dict[str, Any]:
         """Digests the live bits of all ranks, and repairs those that are not the version's before
         the next step."""
-        answers = self._call_ranks(rank_weights.attest)
+        answers = self._call_ranks(rank_calls.attest)
         bad = [answer for answer in answers if not answer.get("sound")]
         if bad:
             self.failure = "; ".join(answer["failure"] for answer in bad)
@@ -262,7 +258,7 @@ class SwapController:
     # Following the run.
 
     def _open(self, settings: FollowSettings) -> None:
-        for answer in self._call_ranks(rank_weights.open_run, settings):
+        for answer in self._call_ranks(rank_calls.open_run, settings):
             _raise_if_failed(answer)
         self._adopt()
         self._follow(settings)
@@ -294,7 +290,7 @@ class SwapController:
         """Returns whether the loop must be woken even if no newer version was found."""
         return self.phase != "serving" or self._due()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Wakes a sleeping loop."""
         from vllm.v1.engine import EngineCoreRequestType
 
@@ -307,11 +303,11 @@ class SwapController:
             self._attest_at = time.monotonic() + self.settings.attest_every_s
             self.attest()
         elif self.phase == "serving":
-            self._succeeded(self._call_ranks(rank_weights.prepare, self.wanted))
+            self._succeeded(self._call_ranks(rank_calls.prepare, self.wanted))
             self.phase = "preparing"
             self._not_before = time.monotonic() + POLL_EVERY_S
         elif self.phase == "preparing":
-            answers = self._call_ranks(rank_weights.status)
+            answers = self._call_ranks(rank_calls.status)
             if not self._succeeded(answers):
                 return
             self._not_before = time.monotonic() + POLL_EVERY_S
@@ -366,7 +362,7 @@ class SwapController:
 
     def _swap(self) -> None:
         began = time.perf_counter()
-        answers = self._call_ranks(rank_weights.swap, self.wanted)
+        answers = self._call_ranks(rank_calls.swap, self.wanted)
         if not self._succeeded(answers):
             self.attest()  # The live bits may have differed from the mirrors.
             return
@@ -383,14 +379,14 @@ class SwapController:
         """Writes the mirrors' bits over the live ones at once. Raises if that fails, which ends the
         engine: it then has no valid weights to serve.
         """
-        for answer in self._call_ranks(rank_weights.repair):
+        for answer in self._call_ranks(rank_calls.repair):
             _raise_if_failed(answer)
         self._adopt()
 
     def _adopt(self) -> None:
         """Labels tokens with the version that the ranks hold now, and hides older cached prefixes
         from new requests."""
-        answers = self._call_ranks(rank_weights.status)
+        answers = self._call_ranks(rank_calls.status)
         versions = {answer["version"] for answer in answers}
         if len(versions) != 1:
             raise BugError(f"the ranks hold versions {sorted(versions)}")
@@ -416,70 +412,6 @@ class SwapController:
     def _call_ranks(self, call: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = self._core_rpc(call, None, args, None)
         return answers
-
-
-class VersionWatcher(threading.Thread):
-    """Polls for newer versions, and wakes the core's loop when it has work to do.
-
-    `failure_now` reports the error of a poll until one succeeds, and the end of the thread.
-    """
-
-    def __init__(
-        self, controller: SwapController, bucket: Bucket, *, polling: bool, public_key: str = ""
-    ) -> None:
-        super().__init__(name="deltawire-watch", daemon=True)
-        self.failure = ""
-        self._controller = controller
-        self._bucket = bucket
-        self._polling = polling
-        self._public_key = public_key
-        self._poller: VersionPoller | None = None
-        self._closed = threading.Event()
-
-    def failure_now(self) -> str:
-        """Returns why newer versions cannot be found at present; empty if they can."""
-        if self.ident is not None and not self.is_alive() and not self._closed.is_set():
-            return f"the thread that polls for versions has died: {self.failure}"
-        return self.failure
-
-    def run(self) -> None:
-        """Polls until `close`."""
-        poll_at = 0.0
-        try:
-            while not self._closed.wait(POLL_EVERY_S):
-                if self._polling and time.monotonic() >= poll_at:
-                    self._try_to_poll()
-                    poll_at = time.monotonic() + (
-                        self._poller.pause_s if self._poller else self._bucket.poll_s
-                    )
-                if self._controller.busy():
-                    self._controller._wake()
-        except BaseException as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            raise
-
-    def close(self) -> None:
-        """Ends the thread once its last request is answered."""
-        self._closed.set()
-        if self.is_alive():
-            self.join()
-
-    def _try_to_poll(self) -> None:
-        try:
-            self._poll()
-            self.failure = ""
-        except DeltawireError as error:
-            self.failure = str(error)
-        except BaseException as error:  # A panic in the store's client is not an `Exception`.
-            self.failure = f"cannot poll for versions: {type(error).__name__}: {error}"
-
-    def _poll(self) -> None:
-        if self._poller is None:
-            run = read_run(self._bucket, public_key=self._public_key)
-            self._poller = VersionPoller(self._bucket, run)
-        newest = self._poller.newer(self._controller.wanted)
-        if newest is not None:
-            self._controller.wanted = newest.version
 
 
 def _answer(call: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deltawire.engines.vllm import rank_weights
-from deltawire.engines.vllm.settings import FollowSettings, parse
+from deltawire.engines.following.settings import FollowSettings, parse
+from deltawire.engines.vllm import rank_calls
 from deltawire.errors import InputError, ResyncError
 
 
@@ -63,8 +63,8 @@ class DeltawireTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # ty
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Opens the run and loads its newest version into the live weights."""
-        opened = rank_weights.open_rank(self.model, self.vllm_config, init_info.settings)
-        rank_weights.keep_rank(self.model, opened)
+        opened = rank_calls.open_rank(self.model, self.vllm_config, init_info.settings)
+        rank_calls.keep_rank(self.model, opened)
 
     def start_weight_update(self) -> None:
         """Drops an earlier request; no weights are written until `finish_weight_update`."""
@@ -76,7 +76,7 @@ class DeltawireTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # ty
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Prepares a version; raises `ResyncError` if that failed."""
-        held = rank_weights.rank_of(self.model)
+        held = rank_calls.rank_of(self.model)
         held.prepare(int(update_info.version))
         self._wanted = int(update_info.version)
         if update_info.wait:
@@ -90,7 +90,7 @@ class DeltawireTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # ty
                 "finish_weight_update came before update_weights",
                 hint='call update_weights with {"version": N} first',
             )
-        held = rank_weights.rank_of(self.model)
+        held = rank_calls.rank_of(self.model)
         held.wait()
         _raise_if_failed(held.swap(self._wanted))
 

@@ -1,4 +1,4 @@
-"""Exchanges small values among the ranks of one engine, over vLLM's own CPU process group."""
+"""Exchanges small values among the ranks of one engine, over its own CPU process group."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ Concurrency::
       next version is prepared
 
 All ranks enter `RankWeights.swap` together and agree on the result there. An answer
-is a dictionary with ``failure``, empty on success: an exception would end vLLM's worker, and with
-it serving.
+is a dictionary with ``failure``, empty on success: an exception would end the engine's process,
+and with it serving.
 """
 
 from __future__ import annotations
@@ -26,35 +26,31 @@ import torch
 
 from deltawire import codec
 from deltawire.codec import Digest
-from deltawire.engines.vllm.adapter_names import adapter_tensors
-from deltawire.engines.vllm.adapter_slot import AdapterSlot, read_settings
-from deltawire.engines.vllm.postprocess_check import changes_after_loading
-from deltawire.engines.vllm.rank_group import RankGroup
-from deltawire.engines.vllm.refusals import (
-    refuse_changed,
-    refuse_stale_products,
-    refuse_unreached,
-)
-from deltawire.engines.vllm.settings import FollowSettings
+from deltawire.engines.following.rank_group import RankGroup
+from deltawire.engines.following.settings import FollowSettings
+from deltawire.engines.following.slot import Slot
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
 from deltawire.placement.placed import PlacedWeights, Prepared
 from deltawire.placement.placement import Placement, assign_ownership, probe
 from deltawire.placement.steps import step_to
-from deltawire.store import RetryingBucket, open_bucket
+from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync import Mirror, Subscriber, Update, load_mirror, read_run
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.wire.run import Run
 
 T = TypeVar("T")
 Answer = dict[str, Any]
+OpenSlot = Callable[[Bucket, Run], Slot | None]
 
 
 class RankWeights:
     """The weights of one rank, which follow a run. All ranks must construct it together.
 
-    ``context`` is entered around every call of the model's own loader. Raises `InputError` if the
-    run's model is not the engine's, or the weights are not where the loader puts them, and the
-    errors of loading the mirror.
+    ``refuse`` raises `InputError` if the engine could serve weights that are not the run's.
+    ``open_slot`` finds the place of the run's adapter, None if the run has none. ``context`` is
+    entered around every call of the model's own loader. Raises `InputError` if the run's model is
+    not the engine's, or the weights are not where the loader puts them, and the errors of loading
+    the mirror.
     """
 
     def __init__(
@@ -63,6 +59,8 @@ class RankWeights:
         settings: FollowSettings,
         peers: RankGroup,
         *,
+        refuse: Callable[[Placement], None],
+        open_slot: OpenSlot,
         context: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.settings = settings
@@ -73,7 +71,7 @@ class RankWeights:
         self._loader = loader
         run, newest = self._together(self._read_run)
         version = min(peers.gather([newest]))[0]
-        self.slot = self._together(lambda: self._open_slot(model, run))
+        self.slot = self._together(lambda: open_slot(self._bucket, run))
         live: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
         live |= dict(model.named_parameters(remove_duplicate=False))
         if self.slot is not None:
@@ -87,7 +85,7 @@ class RankWeights:
             self.slot.refuse_dropped(every)  # All ranks decide from the same tables.
             every = [self.slot.scaled(one) for one in every]
         placement = assign_ownership(every)[peers.number]
-        self._together(lambda: _refuse(model, placement))
+        self._together(lambda: refuse(placement))
         mirror = self._together(
             lambda: load_mirror(
                 self._bucket, run, at=version, wanted=placement.wanted(), threads=settings.threads
@@ -114,11 +112,6 @@ class RankWeights:
         if newest is None:
             raise InputError("the run has no version yet", run=self._bucket.url)
         return run, newest.version
-
-    def _open_slot(self, model: torch.nn.Module, run: Run) -> AdapterSlot | None:
-        if not adapter_tensors(run.tensors):
-            return None
-        return AdapterSlot(model, run.tensors, read_settings(self._bucket, run))
 
     def _together(self, work: Callable[[], T]) -> T:
         """Runs ``work``, which must not wait for other ranks, on all of them. A failure on one rank
@@ -329,13 +322,6 @@ class RankWeights:
             return self._loader(weights)
 
 
-def _refuse(model: torch.nn.Module, placement: Placement) -> None:
-    """Raises `InputError` if the engine could serve weights that are not the run's."""
-    refuse_changed(changes_after_loading(model))
-    refuse_stale_products(placement)
-    refuse_unreached(placement, model)
-
-
 def reverse_of(prepared: Prepared, *, share: Digest, mirrored: Digest) -> Prepared:
     """Returns the step back, to the ``share`` and ``mirrored`` digests from before."""
     return Prepared(
@@ -359,106 +345,3 @@ def _sum(answers: list[list[int]]) -> Digest:
     for _, first, second in answers:
         total += Digest(first & (1 << 64) - 1, second & (1 << 64) - 1)
     return total
-
-
-# Functions that vLLM calls on its workers, whose first argument is the worker or its wrapper.
-
-_RANK = "_deltawire_rank"
-"""The attribute of a model that holds its `RankWeights`: some callers have only the model."""
-
-
-def keep_rank(model: torch.nn.Module, rank: RankWeights) -> None:
-    """Stores ``rank`` with its model, for `rank_of`."""
-    model.__dict__[_RANK] = rank
-
-
-def rank_of(model: torch.nn.Module) -> RankWeights:
-    """Returns the rank of a model; raises `InputError` if no run is open."""
-    held = model.__dict__.get(_RANK)
-    if held is None:
-        raise InputError("no run is open on this worker")
-    assert isinstance(held, RankWeights)
-    return held
-
-
-def _rank_on(worker: Any) -> RankWeights:
-    return rank_of((getattr(worker, "worker", None) or worker).get_model())
-
-
-def _answer(call: Any) -> Answer:
-    try:
-        answer: Answer = call()
-        return answer
-    except DeltawireError as error:
-        return {"failure": str(error)}
-
-
-def open_run(worker: Any, settings: FollowSettings) -> Answer:
-    """Opens a run on this worker and loads its newest version; call it on all workers."""
-    inner = getattr(worker, "worker", None) or worker
-
-    def call() -> Answer:
-        model = inner.get_model()
-        keep_rank(model, open_rank(model, inner.vllm_config, settings))
-        return status(worker)
-
-    return _answer(call)
-
-
-def open_rank(model: torch.nn.Module, vllm_config: Any, settings: FollowSettings) -> RankWeights:
-    """Opens the rank of this process, in vLLM's own process group."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed.parallel_state import get_world_group
-
-    group = get_world_group()
-    return RankWeights(
-        model,
-        settings,
-        RankGroup(group.cpu_group, group.rank_in_group, group.world_size),
-        context=_Reentered(lambda: set_current_vllm_config(vllm_config)),
-    )
-
-
-class _Reentered(AbstractContextManager[Any]):
-    """Makes a context manager reusable by making a new one for each entry."""
-
-    def __init__(self, make: Any) -> None:
-        self._make = make
-        self._held: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._held.append(self._make())
-        self._held[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._held.pop().__exit__(*error)
-
-
-def prepare(worker: Any, version: int) -> Answer:
-    """Starts preparing ``version``."""
-
-    def call() -> Answer:
-        _rank_on(worker).prepare(version)
-        return status(worker)
-
-    return _answer(call)
-
-
-def status(worker: Any) -> Answer:
-    """Returns the rank's status."""
-    return _answer(lambda: _rank_on(worker).status())
-
-
-def swap(worker: Any, version: int) -> Answer:
-    """Swaps to ``version``; call it on all workers."""
-    return _answer(lambda: _rank_on(worker).swap(version))
-
-
-def attest(worker: Any) -> Answer:
-    """Compares the live bits with the version's."""
-    return _answer(lambda: _rank_on(worker).attest())
-
-
-def repair(worker: Any) -> Answer:
-    """Writes the version's bits again; call it on all workers."""
-    return _answer(lambda: _rank_on(worker).repair())

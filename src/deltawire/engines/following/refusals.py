@@ -1,0 +1,47 @@
+"""Refuses engines whose weights could not be kept equal to the run's, before they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from deltawire.errors import InputError
+from deltawire.placement.placement import Placement
+
+
+def refuse_changed(changes: Mapping[str, str] | None, *, engine: str, hint: str) -> None:
+    """Raises `InputError` if weights changed or moved after the loader wrote them, according to
+    `parameter_sums.differences`; None stands for not observed.
+    """
+    if changes is None:
+        raise InputError(
+            f"{engine}'s post-processing of the loaded weights was not observed",
+            hint="choose a load format that loads a checkpoint itself",
+        )
+    if changes:
+        name, how = next(iter(sorted(changes.items())))
+        others = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
+        raise InputError(
+            f"{engine} changed weights for its kernels after loading: {name} {how}{others}",
+            hint=hint,
+        )
+
+
+def refuse_unreached(placement: Placement, model: torch.nn.Module) -> None:
+    """Raises `InputError` for parameters that no tensor of the run is loaded into, since they would
+    stay at unknown values. Not checked where the loader computes tensors: what those reach is
+    unknown."""
+    if placement.unplaced:
+        return
+    sizes = {n: held.numel() for n, held in model.named_parameters(remove_duplicate=False)}
+    unreached = sorted(
+        name for name, count in placement.uncovered.items() if sizes.get(name, 0) == count > 1
+    )
+    if unreached:
+        others = f" and {len(unreached) - 1} more" if len(unreached) > 1 else ""
+        raise InputError(
+            f"no tensor of the run is loaded into the parameter {unreached[0]}{others}",
+            hint="publish those tensors too (unchanged tensors cost nothing), and serve without "
+            "quantization",
+        )

@@ -1,0 +1,43 @@
+"""The settings of an engine that follows a run: which one, and what a swap does to what is in
+flight."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.errors import InputError
+
+InFlight = Literal["keep", "recompute", "drain"]
+
+
+class FollowSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The plugin's settings. ``run`` is a bucket's location; the rest has defaults.
+
+    ``in_flight`` decides what happens to running sequences at a swap: **keep** them on their keys
+    and values, **recompute** these under the new weights, or **drain**: let the sequences finish
+    first, while new ones wait.
+    """
+
+    run: Annotated[str, Meta(min_length=1, max_length=4096)]
+    public_key: Annotated[str, Meta(pattern=r"^([0-9a-f]{64}(:[0-9a-f]{32})?)?\Z")] = ""
+    in_flight: InFlight = "keep"
+    follow: bool = True
+    """True to swap to every new version without being asked."""
+    threads: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Threads that decode, on each rank, in addition to the model's own."""
+    attest_every_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    """Seconds between checks of all live bits, which repair any difference; 0 never checks."""
+
+
+def parse(values: Any, *, where: str) -> FollowSettings:
+    """Converts a JSON object; raises `InputError` that names ``where`` and the fault."""
+    try:
+        return msgspec.convert(values, FollowSettings)
+    except msgspec.ValidationError as error:
+        raise InputError(
+            f"{where}: {error}",
+            hint=f"the members are {', '.join(FollowSettings.__struct_fields__)}",
+        ) from None
