@@ -23,7 +23,7 @@ def register() -> None:
         from deltawire.engines.vllm import unpacked_cpu_kernels
 
         unpacked_cpu_kernels.install()
-    from deltawire.engines.vllm import postprocess_check, swap_controller
+    from deltawire.engines.vllm import core_controller, postprocess_check
 
     postprocess_check.install()
-    swap_controller.hook()
+    core_controller.hook()

@@ -124,3 +124,10 @@ def attest(worker: Any) -> Answer:
 def repair(worker: Any) -> Answer:
     """Writes the version's bits again; call it on all workers."""
     return _answer(lambda: _rank_on(worker).repair())
+
+
+CALLS = {
+    "open": open_run, "prepare": prepare, "status": status, "swap": swap, "attest": attest,
+    "repair": repair,
+}  # fmt: skip
+"""The functions by the names that `SwapController.call_ranks` gives them."""
