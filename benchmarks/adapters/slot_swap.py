@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.runner import ROOT
 from benchmarks.training.keys import Measured, Options
 from deltawire.codec import Bits
-from deltawire.engines.vllm.environment import vllm_python
+from deltawire.engines.following.environment import engine_python
 from deltawire.errors import BugError
 from deltawire.store import open_bucket
 from deltawire.sync import open_publisher, read_safetensors
@@ -74,7 +74,7 @@ def measure(options: Options) -> Measured:
         result = Path(folder) / "result.json"
         arguments = [folder, str(options.repeats), str(options.seed), str(result)]
         done = subprocess.run(  # noqa: S603 - our own module
-            [vllm_python(), "-m", "benchmarks.adapters.slot_swap", *arguments],
+            [engine_python("vllm"), "-m", "benchmarks.adapters.slot_swap", *arguments],
             check=False,
             capture_output=True,
             text=True,

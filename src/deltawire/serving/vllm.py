@@ -9,7 +9,11 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from deltawire.engines.vllm.remote import MAX_ANSWER_BYTES, EngineStatus, EngineStatuses
+from deltawire.engines.following.engine_client import (
+    MAX_ANSWER_BYTES,
+    EngineStatus,
+    EngineStatuses,
+)
 from deltawire.errors import CorruptError, ResyncError, RetryError
 from deltawire.serving.contract import CacheReset
 from deltawire.serving.replica import HeldVersion

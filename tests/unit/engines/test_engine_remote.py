@@ -24,10 +24,12 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from deltawire.codec import Digest
 from deltawire.engines.base import Completion, Sampling, Truncation
-from deltawire.engines.vllm import environment, remote, server
+from deltawire.engines.following import engine_client, environment, remote_sampler
+from deltawire.engines.following.engine_client import EngineClient, RemoteWeights
+from deltawire.engines.following.routed_experts import experts_of
+from deltawire.engines.vllm import server
 from deltawire.engines.vllm.opening import logprobs_mode
-from deltawire.engines.vllm.remote import EngineClient, RemoteSampler, RemoteWeights
-from deltawire.engines.vllm.routed_experts import experts_of
+from deltawire.engines.vllm.sampler import VllmSampler
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError
 from deltawire.parity.routes import RouteShape, pack_parts, unpack_routes
 
@@ -119,9 +121,9 @@ async def serving(engine: FakeEngine) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def sampling(engine: FakeEngine, **settings: Any) -> AsyncIterator[RemoteSampler]:
+async def sampling(engine: FakeEngine, **settings: Any) -> AsyncIterator[VllmSampler]:
     async with serving(engine) as path:
-        sampler = RemoteSampler(path, stop_tokens=[2], slots=4, capacity=16, version=8, **settings)
+        sampler = VllmSampler(path, stop_tokens=[2], slots=4, capacity=16, version=8, **settings)
         try:
             yield sampler
         finally:
@@ -221,10 +223,10 @@ def test_a_hanging_engine_is_distinguished_from_a_slow_one(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests have no time limit; without new versions nothing else would contact the server."""
-    monkeypatch.setattr(remote, "CHECK_EVERY_S", 0.01)
-    monkeypatch.setattr(remote, "ANSWER_WITHIN_S", 0.5)
+    monkeypatch.setattr(remote_sampler, "CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(remote_sampler, "ANSWER_WITHIN_S", 0.5)
 
-    async def forever(sampler: RemoteSampler) -> None:
+    async def forever(sampler: VllmSampler) -> None:
         while True:
             await sampler.advance()
 
@@ -339,8 +341,8 @@ def test_refusals_and_failures_quote_the_server(monkeypatch: pytest.MonkeyPatch)
             engine.status = 500
             with pytest.raises(ResyncError, match="500"):
                 await sampler.generate([1], GREEDY)
-            monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 0)
-            monkeypatch.setattr(remote, "BYTES_A_TOKEN", 1)
+            monkeypatch.setattr(remote_sampler, "MAX_ANSWER_BYTES", 0)
+            monkeypatch.setattr(remote_sampler, "BYTES_A_TOKEN", 1)
             engine.status, engine.says = 200, answer()
             with pytest.raises(CorruptError, match="exceeds 4 bytes"):
                 await sampler.generate([1], GREEDY)
@@ -351,7 +353,7 @@ def test_refusals_and_failures_quote_the_server(monkeypatch: pytest.MonkeyPatch)
 def test_a_server_that_exited_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
     async def main() -> None:
         path = str(tmp_path / "missing")
-        sampler = RemoteSampler(path, stop_tokens=[], slots=4, capacity=16, version=0)
+        sampler = VllmSampler(path, stop_tokens=[], slots=4, capacity=16, version=0)
         with pytest.raises(ResyncError, match="does not answer"):
             await sampler.generate([1], GREEDY)
         await sampler.close()
@@ -384,7 +386,7 @@ def test_a_failed_swap_keeps_the_old_version(how: str) -> None:
 
 
 def test_a_swap_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "SWAP_WITHIN_S", 0.05)
+    monkeypatch.setattr(engine_client, "SWAP_WITHIN_S", 0.05)
 
     async def main() -> None:
         engine = FakeEngine()
@@ -502,7 +504,7 @@ def test_a_server_that_does_not_start_shows_the_end_of_its_log(
         "echo this machine has no such kernel >&2\nexit 9\n"
     )
     python.chmod(0o755)
-    monkeypatch.setenv(environment.PYTHON, str(python))
+    monkeypatch.setenv("DELTAWIRE_VLLM_PYTHON", str(python))
     started = server.VllmServer(tmp_path, "memory:///", **SLOTS)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="no such kernel"):
         started.wait_until_up(stopping=lambda: False)
@@ -514,14 +516,14 @@ def test_a_server_that_does_not_start_shows_the_end_of_its_log(
 def test_without_an_environment_for_vllm_the_error_names_the_way_to_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(environment.PYTHON, str(tmp_path / "python"))
+    monkeypatch.setenv("DELTAWIRE_VLLM_PYTHON", str(tmp_path / "python"))
     with pytest.raises(DeltawireError, match="make engines"):
-        environment.vllm_python()
-    monkeypatch.delenv(environment.PYTHON)
+        environment.engine_python("vllm")
+    monkeypatch.delenv("DELTAWIRE_VLLM_PYTHON")
     monkeypatch.setattr(environment.sys, "prefix", str(tmp_path / ".venv"))
     with pytest.raises(DeltawireError, match="make engines"):
-        environment.vllm_python()
+        environment.engine_python("vllm")
     sibling = tmp_path / ".venv-vllm" / "bin" / "python"
     sibling.parent.mkdir(parents=True)
     sibling.symlink_to(sys.executable)
-    assert environment.vllm_python() == str(sibling)
+    assert environment.engine_python("vllm") == str(sibling)

@@ -1,4 +1,4 @@
-"""What `RankWeights` asks of an adapter slot; an engine without slots has none."""
+"""Defines the adapter slot that `RankWeights` fills; an engine without slots has none."""
 
 from __future__ import annotations
 

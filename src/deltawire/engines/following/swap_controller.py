@@ -54,7 +54,7 @@ class SwapController(ABC):
         self._attest_at = float("inf")
         self._watch: VersionWatcher | None = None
 
-    # What an engine's own class does.
+    # Left to an engine's own class.
 
     @abstractmethod
     def call_ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:

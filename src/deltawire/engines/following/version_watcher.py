@@ -16,7 +16,7 @@ POLL_EVERY_S = 0.02
 
 
 class Controller(Protocol):
-    """What the watcher leads: it sets ``wanted``, and wakes the engine's loop."""
+    """The side that the watcher leads: it sets ``wanted``, and wakes the engine's loop."""
 
     wanted: int
 

@@ -182,7 +182,7 @@ class CoreController(SwapController):
             self.wanted = self.version
         return answers
 
-    # What `SwapController` asks for.
+    # Methods that `SwapController` needs.
 
     def call_ranks(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """See `SwapController.call_ranks`."""

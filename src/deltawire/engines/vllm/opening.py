@@ -7,9 +7,9 @@ from typing import Any
 
 from deltawire.engines.base import EVERYTHING, EngineRequest, OpenEngine, Truncation
 from deltawire.engines.cache_size import token_bytes
+from deltawire.engines.following.environment import engine_python
+from deltawire.engines.following.routed_experts import experts_of
 from deltawire.engines.vllm.adapter_names import slot_flags
-from deltawire.engines.vllm.environment import vllm_python
-from deltawire.engines.vllm.routed_experts import experts_of
 from deltawire.errors import InputError
 from deltawire.store.retrying import RetryingBucket
 from deltawire.wire.roles import pin_of
@@ -21,7 +21,7 @@ BLOCK = 128
 
 def check_machine() -> None:
     """Raises `InputError` if no environment with vLLM is found."""
-    vllm_python()
+    engine_python("vllm")
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
@@ -39,7 +39,8 @@ def open_engine(request: EngineRequest) -> OpenEngine:
     """
     import torch
 
-    from deltawire.engines.vllm.remote import RemoteSampler, RemoteWeights
+    from deltawire.engines.following.engine_client import RemoteWeights
+    from deltawire.engines.vllm.sampler import VllmSampler
     from deltawire.engines.vllm.server import VllmServer
     from deltawire.sync import ManifestFollower
 
@@ -74,7 +75,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
     except BaseException:
         server.close()
         raise
-    sampler = RemoteSampler(
+    sampler = VllmSampler(
         server.socket,
         stop_tokens=request.stop_tokens(model),
         slots=request.slots,

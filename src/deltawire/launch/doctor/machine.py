@@ -232,10 +232,10 @@ def _sandbox() -> Finding:
 
 
 def _vllm() -> Finding:
-    from deltawire.engines.vllm.environment import vllm_python
+    from deltawire.engines.following.environment import engine_python
 
     try:
-        python = vllm_python()
+        python = engine_python("vllm")
     except DeltawireError as error:
         return Finding(
             area=AREA,

@@ -1,4 +1,4 @@
-"""Reads the expert choices that vLLM returns with an answer.
+"""Reads the expert choices that an engine returns with an answer.
 
 Started with ``--enable-return-routed-experts``, vLLM adds ``routed_experts`` to each choice of
 ``/inference/v1/generate``: base64 of a ``.npy`` file of unsigned integers, with the shape [tokens
