@@ -21,5 +21,11 @@ KEYS: Final[dict[str, Key]] = {
     "bisect_named_without_culprit": Key(
         "noisy_bisection", "<=", 0.05, "culprits named where there is none, worse of two worlds"
     ),
+    "why_planted_found": Key(
+        "planted_groups", ">=", 1, "share of 20 runs whose planted group has the largest effect"
+    ),
+    "why_residual": Key(
+        "planted_groups", "<=", 0.05, "median residual of the integral, of the whole change"
+    ),
 }
 """Every key, in the order of the table."""

@@ -247,12 +247,15 @@ FLAGS = {
         "--json",
     },
     "plan": TRUST | {"--rates", "--what-if", "--simulate", "--seed", "--plot", "--json"},
-    "bisect": TRUST | {"--good", "--bad", "--noisy", "--error", "--questions", "--state", "--json"},
+    "bisect": TRUST
+    | {"--good", "--bad", "--noisy", "--serve", "--error", "--questions", "--state", "--json"},
+    "why": TRUST | {"--on", "--probe", "--layer", "--every", "--steps", "--json"},
     "tag": TRUST | {"--delete", "--key", "--json"},
     "fork": TRUST | {"--set", "--key", "--json"},
     "rescore": TRUST | {"--reward", "--from", "--to", "--to-run", "--json"},
     "show": TRUST | {"--json"},
-    "diff": TRUST | {"--json"},
+    "diff": TRUST
+    | {"--answers", "--on", "--prompts", "--seeds", "--max-tokens", "--page", "--json"},
     "compare": TRUST | {"--error", "--among", "--json"},
     "dataset": TRUST | {"--to", "--first", "--last", "--json"},
     "verify-training": TRUST | {"--spot", "--json"},

@@ -54,6 +54,7 @@ GROUPS = {
         "diff",
         "compare",
         "bisect",
+        "why",
         "dataset",
         "verify_training",
     ),

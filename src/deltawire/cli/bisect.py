@@ -47,6 +47,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--noisy", action="store_true", help="the test passes by chance: ask as often as needed"
     )
     parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="give COMMAND the URL of an OpenAI endpoint in place of a directory; its key is "
+        "OPENAI_API_KEY",
+    )
+    parser.add_argument(
         "--error",
         type=fraction,
         default=0.05,
@@ -84,7 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
     bucket = open_trusted(arguments.run, trust_of(arguments))
     run = read_run(bucket)
     settings = BisectSettings(
-        run.id, arguments.good, arguments.bad, arguments.noisy, arguments.words
+        run.id,
+        arguments.good,
+        arguments.bad,
+        arguments.noisy,
+        arguments.words,
+        serve=arguments.serve,
     )
     folder = Path(arguments.state or f"bisect-{legible(run.name, 40).replace('/', '-')}")
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)

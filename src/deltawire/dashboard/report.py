@@ -35,7 +35,7 @@ from deltawire.rl.control.drop_bias import PolicyCost
 
 _STYLE = Path(__file__).with_name("report.css")
 
-_PAGE = """<!doctype html>
+PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -52,6 +52,7 @@ _PAGE = """<!doctype html>
 </body>
 </html>
 """
+"""A page with ``title``, ``style`` and ``body``, which are HTML and CSS already."""
 
 
 def write_report(summary: Summary, state: RunState, directory: Path) -> None:
@@ -78,7 +79,7 @@ def page(summary: Summary, state: RunState) -> str:
         f'<div class="pair">{_figures(summary, state)}{_configuration(summary)}</div>',
         _footer(),
     ]
-    return _PAGE.format(
+    return PAGE.format(
         title=f"{_safe(summary.name)} · deltawire",
         style=_STYLE.read_text(encoding="utf-8"),
         body="\n".join(body),

@@ -1,7 +1,8 @@
 """Finds the version that broke a test, by bisection.
 
-``command`` runs on a directory of each version that is asked. Without noise the version in the
-middle of those left is next, as ``git bisect`` does. With noise `CulpritPosterior` chooses.
+``command`` runs on a directory of each version that is asked, or with the URL of an engine that
+serves it. Without noise the version in the middle of those left is next, as ``git bisect`` does.
+With noise `CulpritPosterior` chooses.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -223,7 +225,8 @@ def bisect_run(
         if answer.version not in versions:
             raise InputError(f"{journal.path} names a version that the run lacks", run=bucket.url)
         search.add(answer)
-    with _Asking(bucket, run, folder, settings) as asking:
+    with _open_place(bucket, run, folder, settings) as place:
+        asking = _Asking(place, settings)
         while (version := search.next()) is not None:
             answer = asking.ask(version)
             if answer.status in NOT_RUNNABLE and not journal.answers:
@@ -234,27 +237,64 @@ def bisect_run(
     return search.result()
 
 
-class _Asking:
-    """Runs the command on directories of versions."""
+class _VersionPlace(Protocol):
+    """Holds one version at a time for the command."""
 
-    def __init__(self, bucket: Bucket, run: Run, folder: Path, settings: BisectSettings) -> None:
-        self._settings = settings
-        self._checkout = Checkout(bucket, run, folder / "version")
+    @property
+    def environment(self) -> dict[str, str]: ...
 
-    def __enter__(self) -> _Asking:
+    def bring_to(self, version: int) -> str: ...
+
+
+class _Directory:
+    """Holds a version as a directory."""
+
+    def __init__(self, bucket: Bucket, run: Run, directory: Path) -> None:
+        self._checkout = Checkout(bucket, run, directory)
+
+    def __enter__(self) -> _Directory:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._checkout.__exit__()
 
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"DELTAWIRE_VERSION_DIR": str(self._checkout.directory)}
+
+    def bring_to(self, version: int) -> str:
+        self._checkout.bring_to(version)
+        return str(self._checkout.directory)
+
+
+@contextmanager
+def _open_place(
+    bucket: Bucket, run: Run, folder: Path, settings: BisectSettings
+) -> Iterator[_VersionPlace]:
+    if not settings.serve:
+        with _Directory(bucket, run, folder / "version") as directory:
+            yield directory
+        return
+    from deltawire.launch.branches.version_server import VersionServer  # Brings torch.
+
+    with VersionServer(bucket, base=settings.good) as server:
+        yield server
+
+
+class _Asking:
+    """Runs the command on versions."""
+
+    def __init__(self, place: _VersionPlace, settings: BisectSettings) -> None:
+        self._place, self._settings = place, settings
+
     def ask(self, version: int) -> BisectAnswer:
         """Runs the command on a version; a version that cannot be read any more is skipped."""
         started = time.perf_counter()
         try:
-            self._checkout.bring_to(version)
+            where = self._place.bring_to(version)
         except CorruptError as error:
             return BisectAnswer(version, SKIP, error=error.message)
-        status = self._run(version)
+        status = self._run(version, where)
         if status < 0 or status > 127:
             how = f"signal {-status} ended it" if status < 0 else f"it ended with {status}"
             raise InputError(
@@ -275,15 +315,11 @@ class _Asking:
                 hint="a shell ends so if it does not find or may not execute a program",
             )
 
-    def _run(self, version: int) -> int:
-        directory = str(self._checkout.directory)
-        words = [word.replace("{}", directory) for word in self._settings.command]
+    def _run(self, version: int, where: str) -> int:
+        words = [word.replace("{}", where) for word in self._settings.command]
         if words == self._settings.command:
-            words.append(directory)
-        environment = os.environ | {
-            "DELTAWIRE_VERSION": str(version),
-            "DELTAWIRE_VERSION_DIR": directory,
-        }
+            words.append(where)
+        environment = os.environ | {"DELTAWIRE_VERSION": str(version)} | self._place.environment
         try:
             return subprocess.run(  # noqa: S603 - the user's own command
                 words, env=environment, stdin=subprocess.DEVNULL, check=False

@@ -22,6 +22,7 @@ class BisectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     noisy: bool
     command: list[str]
     format: int = 1
+    serve: bool = False
 
 
 class BisectAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,37 +21,37 @@ SHOWN_GROUPS = 20
 def print_version(found: VersionDescription, console: Console) -> None:
     """Prints one version."""
     created = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(found.created_at))
-    _line(console, f"{found.run}@{found.version}, {created} UTC, digest {found.digest[:16]}")
+    print_line(console, f"{found.run}@{found.version}, {created} UTC, digest {found.digest[:16]}")
     if found.base is not None:
-        _line(console, f"delta from version {found.base}: {byte_size(found.delta_bytes)}")
+        print_line(console, f"delta from version {found.base}: {byte_size(found.delta_bytes)}")
     if found.anchor_bytes is not None:
-        _line(console, f"anchor: {byte_size(found.anchor_bytes)}")
+        print_line(console, f"anchor: {byte_size(found.anchor_bytes)}")
     if found.step is not None:
         names = ("loss", "grad_norm", "k3", "clipped", "entropy", "tokens", "seconds")
         figures = ", ".join(f"{name} {figure(found.step[name])}" for name in names)
-        _line(console, f"step: {figures}")
+        print_line(console, f"step: {figures}")
     if found.learning_rate is not None:
-        _line(console, f"learning rate: {found.learning_rate:.3g}")
+        print_line(console, f"learning rate: {found.learning_rate:.3g}")
     if found.settings:
         changed = ", ".join(f"{key} = {value}" for key, value in sorted(found.settings.items()))
-        _line(console, f"settings that differ from run.json: {changed}")
+        print_line(console, f"settings that differ from run.json: {changed}")
     if found.heldout is not None:
         shown = found.heldout
-        _line(
+        print_line(
             console,
             f"held-out: {shown['accuracy']:.3f} of {shown['problems']} problems, greedy "
             f"{shown['greedy']:.3f}",
         )
     _print_groups(found.groups, found.reward, console)
     if found.bits is None:
-        _line(console, f"bits are not compared: {found.unmeasured}")
+        print_line(console, f"bits are not compared: {found.unmeasured}")
     else:
         print_bits(found.bits, console)
 
 
 def print_bits(found: BitDifference, console: Console) -> None:
     """Prints what differs between two versions."""
-    _line(
+    print_line(
         console,
         f"changed: {found.changed} of {found.count} weights "
         f"({found.changed / max(1, found.count):.3%}), norm of the update {found.norm:.4g}",
@@ -86,9 +86,9 @@ def _print_groups(groups: Sequence[StepGroup], reward: float | None, console: Co
         return
     mean = "" if reward is None else f", mean reward {reward:.4g}"
     faults = Counter(one.fault for one in groups if one.fault)
-    _line(console, f"groups: {len(groups)}{mean}")
+    print_line(console, f"groups: {len(groups)}{mean}")
     for fault, count in sorted(faults.items()):
-        _line(console, f"{count} not read: {fault}")
+        print_line(console, f"{count} not read: {fault}")
     table = Table("group", "task", "rewards", "tokens", "staleness")
     for one in groups[:SHOWN_GROUPS]:
         rewards = " ".join(f"{value:g}" for value in one.rewards[:16])
@@ -101,8 +101,9 @@ def _print_groups(groups: Sequence[StepGroup], reward: float | None, console: Co
         )
     console.print(table)
     if len(groups) > SHOWN_GROUPS:
-        _line(console, f"{len(groups) - SHOWN_GROUPS} more groups: --json prints all")
+        print_line(console, f"{len(groups) - SHOWN_GROUPS} more groups: --json prints all")
 
 
-def _line(console: Console, text: str) -> None:
+def print_line(console: Console, text: str) -> None:
+    """Prints one line, without what a bucket's text may do to a terminal."""
     console.print(Text(legible(text, 2000)))

@@ -306,6 +306,21 @@ def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
     groups = read_consumed(bucket, metadata)
     config = settings_of_step(bucket, run, metadata, version)
     state.follow_settings(config.train)
+    result = repeat_step(state, config, groups, metadata, version)
+    settle(state.ledger, metadata)
+    state.version, state.ranks = version, metadata.ranks or state.ranks
+    return RecomputedStep(version, base, groups, result, state.masters.digest(), published)
+
+
+def repeat_step(
+    state: Resumed,
+    config: RunConfig,
+    groups: Sequence[BufferedGroup],
+    metadata: CommitMetadata,
+    version: int,
+) -> StepResult:
+    """Trains the masters on groups as the step that made ``version``: with its random numbers and
+    its number of threads. ``config`` has its settings, and ``metadata.parts`` fit the groups."""
     # A published step is not checked again, because limits may have changed since.
     judged = msgspec.structs.replace(config.parity, stop=ParityLimits())
     config = msgspec.structs.replace(config, parity=judged)
@@ -316,14 +331,12 @@ def recompute_step(bucket: Bucket, run: Run, state: Resumed) -> RecomputedStep:
             [numbered.group for numbered in groups],
             config,
             reference=reference_for(state.reference, groups),
-            version=base,
+            version=state.version,
             parts=metadata.parts,
         )
         if config.live.planted:
             plant(state.masters, config, version=version)
-    settle(state.ledger, metadata)
-    state.version, state.ranks = version, metadata.ranks or state.ranks
-    return RecomputedStep(version, base, groups, result, state.masters.digest(), published)
+    return result
 
 
 def groups_of(bucket: Bucket, run: Run, version: int) -> list[BufferedGroup]:

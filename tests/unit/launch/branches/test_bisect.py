@@ -270,11 +270,11 @@ def test_a_script_that_the_system_does_not_start(tmp_path, monkeypatch):
     script.write_text("print('good')\n")
     asking = object.__new__(bisect._Asking)
     asking._settings = BisectSettings("r", 0, 1, False, [str(script)])
-    asking._checkout = SimpleNamespace(directory=tmp_path)
+    asking._place = SimpleNamespace(environment={})
     with pytest.raises(InputError) as refused:
-        asking._run(0)
+        asking._run(0, str(tmp_path))
     assert "name its interpreter" in refused.value.hint
     script.chmod(0o755)
     with pytest.raises(InputError) as unknown:
-        asking._run(0)
+        asking._run(0, str(tmp_path))
     assert "begin the script with #!" in unknown.value.hint

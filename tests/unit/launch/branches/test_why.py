@@ -1,0 +1,153 @@
+"""``why``: the steps that moved a behavior by an integral, the groups by replay without them."""
+
+import json
+
+import pytest
+
+from benchmarks.branches.planted_groups import ANSWER, PROMPT, asked_about
+from deltawire.cli.main import main
+from deltawire.errors import InputError
+from deltawire.launch.branches import group_effects
+from deltawire.launch.branches.behavior import probe_behavior, read_behavior
+from deltawire.launch.branches.path_integral import StepPart, without_momentum
+from deltawire.launch.branches.versioned_model import open_model_of
+from deltawire.launch.branches.why import Question, explain, parse_range
+from deltawire.runtime.trusted import ANY
+from deltawire.wire import keys
+
+VERSIONS = 4
+
+
+def asked(capsys, *words):
+    assert main(["why", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_planted_group_is_found_and_the_parts_add_up(planted, tmp_path, capsys):
+    file = asked_about(tmp_path)
+    found = asked(capsys, planted.bucket.url, "--on", str(file), "--steps", "1")
+    assert found["steps"][0]["version"] == planted.version
+    top = found["groups"][0]
+    assert (top["worker"], top["sequence"]) == ("w0", planted.sequence)
+    assert top["effect"] > 2 * abs(found["groups"][1]["effect"])
+    # The step with all groups comes out exactly, after it was made without each of them.
+    assert all(one["exact"] for one in found["groups"])
+    parts = [one["part"] for one in found["parts"]]
+    assert abs(found["residual"]) < 0.05 * sum(map(abs, parts))
+    change = found["after"] - found["before"]
+    assert sum(parts) + found["residual"] == pytest.approx(change)
+    assert sum(found["layers"].values()) == pytest.approx(sum(parts))
+
+
+def test_text_and_a_coarse_path(planted, tmp_path, capsys):
+    file = asked_about(tmp_path)
+    words = [f"{planted.bucket.url}@1..{VERSIONS}", "--on", str(file), "--steps", "0"]
+    assert main(["why", *words, "--every", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 to 3" in shown
+    assert "residual" in shown
+
+
+def test_a_coarse_part_is_divided_into_its_steps(planted, tmp_path):
+    question = Question(file=str(asked_about(tmp_path)))
+    fine = explain(planted.bucket, None, None, question, steps=0)
+    coarse = explain(planted.bucket, None, None, question, every=VERSIONS, steps=1)
+    assert [(one.base, one.version) for one in coarse.parts] == [(0, VERSIONS)]
+    assert coarse.steps == [max(fine.parts, key=lambda one: abs(one.fresh))]
+
+
+def test_momentum_is_not_taken_for_a_step():
+    """A gradient that enters at version 3 goes on to move the weights."""
+    momentum, held, parts = 0.9, 0.0, []
+    for version in range(1, 9):
+        held = momentum * held + (1 - momentum) * (version == 3)
+        part = held / (1 - momentum**version)
+        parts.append(StepPart(base=version - 1, version=version, part=part, change=part))
+    fresh = [one.fresh for one in without_momentum(parts, momentum)]
+    assert fresh[2] > 0.3
+    assert [one for number, one in enumerate(fresh) if number != 2] == pytest.approx([0] * 7)
+
+
+def test_the_distance_of_a_layer_adds_up_exactly(planted, capsys):
+    found = asked(capsys, planted.bucket.url, "--layer", "1", "--steps", "0")
+    assert found["before"] == 0
+    assert found["residual_share"] < 1e-6
+    assert {name for name, part in found["layers"].items() if part} == {"layer 1"}
+
+
+def test_groups_that_are_gone_are_named(planted, tmp_path):
+    question = Question(layer="0")
+    key = keys.rollout("w0", 0)
+    data = planted.bucket.get(key, limit=1 << 20)
+    planted.bucket.delete(key)
+    try:
+        found = explain(planted.bucket, 0, VERSIONS, question, steps=VERSIONS)
+    finally:
+        planted.bucket.put(key, data)
+    assert not found.groups
+    assert {one.version for one in found.unexplained} == set(range(1, VERSIONS + 1))
+    assert "missing" in found.unexplained[0].reason
+
+
+def test_a_probe_is_the_score_function_of_its_mean(planted):
+    with open_model_of(planted.bucket) as model:
+        model.move_to(0)
+        groups = [
+            group_effects.read_consumed(planted.bucket, meta)[0].group for meta in metas(model)
+        ]
+        behavior = probe_behavior("reward", groups)
+        with pytest.raises(InputError, match="no stored answer has the probe 'unknown'"):
+            probe_behavior("unknown", groups)
+    weights = [sum(one.weights) for one in behavior.answers]
+    assert sum(weights) == pytest.approx(0)
+    assert {round(one * len(weights) / 6, 6) for one in weights} == {-0.5, 0.5}
+
+
+def metas(model):
+    bucket, run = model.bucket, model.run
+    return [group_effects.metadata_at(bucket, run, version)[0] for version in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"}', "answer is no text"),
+        ('{"prompt": 3, "answer": "b"}', "neither a text nor a list"),
+        ('{"prompt": [{"role": "user"}], "answer": "b"}', "a message of prompt"),
+        ("[]", "line 1"),
+        ("", "has 0 rows"),
+    ],
+)
+def test_rows_that_are_wrong(planted, tmp_path, line, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(line + "\n")
+    with open_model_of(planted.bucket) as model, pytest.raises(InputError, match=message):
+        read_behavior(file, model.text)
+
+
+def test_an_answer_is_measured_against_another(planted, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    row = {"prompt": PROMPT, "answer": ANSWER}
+    with open_model_of(planted.bucket) as model:
+        model.move_to(0)
+        values = []
+        for extra in ({}, {"answer": "four ok"}, {"instead": "four ok"}):
+            file.write_text(json.dumps(row | extra) + "\n")
+            values.append(read_behavior(file, model.text).measure(model.module, gradient=False))
+    assert values[2] == pytest.approx(values[0] - values[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("words", ["3", "2..2", "9..10", "3..1"])
+def test_ranges_without_a_change(planted, words):
+    def ask():
+        bucket, first, last = parse_range(f"{planted.bucket.url}@{words}", ANY)
+        explain(bucket, first, last, Question(layer="0"), steps=0)
+
+    with pytest.raises(InputError):
+        ask()
+
+
+@pytest.mark.parametrize("layer", ["7", "no_such"])
+def test_a_layer_that_is_not_there(planted, layer):
+    with pytest.raises(InputError, match="no trained tensor"):
+        explain(planted.bucket, None, None, Question(layer=layer), steps=0)
