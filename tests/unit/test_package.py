@@ -281,6 +281,8 @@ FLAGS = {
         "--tolerance",
         "--replay",
         "--limit",
+        "--dump",
+        "--also",
         "--plot",
         "--json",
     },

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from deltawire.cli.arguments import add_json, add_trust, trust_of
-from deltawire.cli.exit_codes import EXCEEDED
+from deltawire.cli.exit_codes import DIFFERENT, EXCEEDED
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -55,17 +55,33 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--plot", default="", metavar="FILE", help="draw the drift by layer: .svg, .png"
     )
+    parser.add_argument(
+        "--dump",
+        default="",
+        metavar="FILE.jsonl",
+        help="instead: judge recorded tokens and log-probabilities by the model, and exit with 5 "
+        "if something is wrong with them",
+    )
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="MODEL|RUN@V",
+        help="with --dump: other models that may explain rows; may be repeated",
+    )
     add_trust(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compares and prints; 3 if ``--limit`` is exceeded."""
+    """Compares and prints; 3 if ``--limit`` is exceeded, 5 if something is wrong with a dump."""
     from rich.console import Console
 
     from deltawire.dashboard.parity_view import comparison_values, print_comparison
     from deltawire.launch.parity import ParityOptions, compare_engines
 
+    if arguments.dump:
+        return run_dump(arguments)
     options = ParityOptions(
         left=arguments.left,
         right=arguments.right,
@@ -91,3 +107,25 @@ def run(arguments: argparse.Namespace) -> int:
         print_comparison(found, source, console)
     exceeded = arguments.limit is not None and not found.divergence.k3 <= arguments.limit
     return EXCEEDED if exceeded else 0
+
+
+def run_dump(arguments: argparse.Namespace) -> int:
+    """Judges a dump and prints what is wrong with it."""
+    from rich.console import Console
+
+    from deltawire.display import safe_json
+    from deltawire.launch.dump import examine_dump, print_dump
+
+    report = examine_dump(
+        arguments.source,
+        arguments.dump,
+        version=arguments.version,
+        also=arguments.also,
+        device=arguments.device,
+        trust=trust_of(arguments),
+    )
+    if arguments.json:
+        print(safe_json(report))  # noqa: T201
+    else:
+        print_dump(report, Console(highlight=False, soft_wrap=True))
+    return 0 if report.sound else DIFFERENT

@@ -1,0 +1,230 @@
+"""Dumps of log-probabilities: each mistake is rebuilt and named, honest dumps of bf16 pass.
+
+The model is a table in NumPy: the logits after a token depend on that token and the place.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from deltawire.errors import InputError
+from deltawire.parity.dump import CAUSES, DumpModel, examine
+from deltawire.parity.dump_rows import FORMATS, parse_row, read_dump
+
+VOCABULARY = 40
+NOISE = 0.02
+"""The gap of one token between bf16 engines and float32, about."""
+
+
+def table_model(seed=0, name="version 8"):
+    table = np.random.default_rng(seed).standard_normal((VOCABULARY, VOCABULARY)) * 3
+
+    def logits(prompt, tokens):
+        before = [*prompt, *tokens][len(prompt) - 1 : -1]
+        found = table[before] + np.linspace(-1, 1, VOCABULARY)
+        return found.astype(np.float32)
+
+    return DumpModel(name, logits, VOCABULARY, lambda ids: " ".join(map(str, ids)))
+
+
+def scores(model, prompt, tokens, temperature=1.0):
+    logits = model.logits(prompt, tokens).astype(float) / temperature
+    logits -= logits.max(axis=1, keepdims=True)
+    return logits[np.arange(len(tokens)), tokens] - np.log(np.exp(logits).sum(axis=1))
+
+
+def sampled(count=12, *, temperature=1.0, model=None, recorded=None, prompt_length=6, seed=1):
+    """Rows of an honest engine, with the log-probabilities at ``recorded`` if that differs."""
+    model, drawn = model or table_model(), np.random.default_rng(seed)
+    rows = []
+    for number in range(count):
+        prompt = drawn.integers(0, VOCABULARY, prompt_length).tolist()
+        tokens: list[int] = []
+        for _ in range(20 + number):
+            last = model.logits(prompt, [*tokens, 0])[-1].astype(float) / temperature
+            odds = np.exp(last - last.max())
+            tokens.append(int(drawn.choice(VOCABULARY, p=odds / odds.sum())))
+        held = scores(model, prompt, tokens, recorded or temperature)
+        held = np.minimum(held + drawn.normal(0, NOISE, len(tokens)), -1e-4)
+        rows.append(
+            {"prompt": prompt, "tokens": tokens, "logprobs": held.tolist(),
+             "mask": [1] * len(tokens), "temperature": temperature, "version": 8}
+        )  # fmt: skip
+    return rows
+
+
+def judged(rows, others=(), model=None):
+    parsed = [parse_row(json.dumps(one).encode(), n + 1, "row") for n, one in enumerate(rows)]
+    return examine(parsed, model or table_model(), lambda: others)
+
+
+def masked(rows):
+    """The same rows with a tool's tokens in the middle, which do not count."""
+    for one in rows:
+        middle = slice(6, 12)
+        one["mask"][middle] = [0] * 6
+        one["logprobs"][middle] = [0.0] * 6
+    return rows
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.2])
+@pytest.mark.parametrize("rows", [sampled, lambda **kind: masked(sampled(**kind))])
+def test_an_honest_dump_is_sound(rows, temperature):
+    for seed in range(4):
+        report = judged(rows(temperature=temperature, seed=seed))
+        assert report.sound, report
+        assert not report.wrong_rows
+        assert 0 < report.mean_gap < 2 * NOISE
+
+
+def edited(change, rows=None):
+    rows = sampled() if rows is None else rows
+    for one in rows:
+        change(one)
+    return rows
+
+
+def exchange(one):
+    one["prompt"], one["tokens"] = one["tokens"], one["prompt"]
+
+
+def zero(one):
+    one["logprobs"][10:] = [0.0] * len(one["logprobs"][10:])
+
+
+def clear(one):
+    one["logprobs"] = [0.0] * len(one["tokens"])
+
+
+def unscored(one):
+    one["logprobs"][6:12] = [-9.0] * 6
+
+
+MISTAKES = {
+    "zero-filled": lambda: edited(zero),
+    "zero-filled everywhere": lambda: edited(clear),
+    "missing": lambda: edited(lambda one: one["logprobs"].__setitem__(3, None)),
+    "lengths": lambda: edited(lambda one: one["logprobs"].pop()),
+    "shifted": lambda: edited(lambda one: one.update(logprobs=[*one["logprobs"][1:], -0.5])),
+    "shifted back": lambda: edited(lambda one: one.update(logprobs=[-0.5, *one["logprobs"][:-1]])),
+    "temperature forgotten": lambda: sampled(temperature=0.6, recorded=1.0),
+    "temperature not stated": lambda: edited(lambda one: one.pop("temperature"),
+                                             sampled(temperature=0.6)),
+    "temperature of 0.9": lambda: sampled(40, temperature=0.9, recorded=1.0),
+    "mask inverted": lambda: edited(lambda one: one.update(mask=[1 - bit for bit in one["mask"]]),
+                                    masked(sampled())),
+    "mask without gaps": lambda: edited(unscored),
+    "exchanged": lambda: edited(exchange),
+    "exchanged of one length": lambda: edited(exchange, [
+        {**one, "tokens": one["tokens"][:20], "logprobs": one["logprobs"][:20], "mask": [1] * 20}
+        for one in sampled(prompt_length=20)]),
+    "version": lambda: sampled(model=table_model(5)),
+    "tokenizer": lambda: edited(lambda one: one["tokens"].__setitem__(2, VOCABULARY + 7)),
+    "tokenizer by text": lambda: edited(lambda one: one.update(text="1 2 3 another one")),
+    "unknown": lambda: sampled(model=table_model(6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_named(case):
+    report = judged(MISTAKES[case](), [table_model(5, "version 7")])
+    cause = case.split(" ")[0]
+    if case == "mask without gaps":
+        cause = "unknown"  # The tokens of a tool count, and have values that no model gave.
+    assert not report.sound
+    assert set(report.wrong_rows) == {cause}
+    assert report.wrong_rows[cause] == report.rows
+    assert report.first_rows[cause] == 1
+    assert report.texts[cause]
+    assert cause in CAUSES
+    if case == "version":
+        assert report.texts[cause] == "version 7 fits"
+    if case == "temperature not stated":
+        assert "0.6" in report.texts[cause]
+
+
+def as_format(row, name):
+    members = FORMATS[name]
+    found = {
+        members.prompt[0]: row["prompt"], members.tokens[0]: row["tokens"],
+        members.logprobs[0]: row["logprobs"], members.mask[0]: row["mask"],
+        "temperature": row["temperature"],
+    }  # fmt: skip
+    if name == "verl":  # Padded on both sides.
+        found["prompts"] = [0] * 3 + row["prompt"]
+        found["responses"] = row["tokens"] + [0] * 4
+        found["rollout_log_probs"] = row["logprobs"] + [0.0] * 4
+        found["response_mask"] = row["mask"] + [0] * 4
+        real = len(row["prompt"]) + len(row["tokens"])
+        found["attention_mask"] = [0] * 3 + [1] * real + [0] * 4
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_read(name):
+    rows = sampled(4, temperature=0.8)
+    report = judged([as_format(one, name) for one in rows])
+    assert report.sound
+    assert report.formats == [name]
+    parsed = parse_row(json.dumps(as_format(rows[0], name)).encode(), 1, "row")
+    assert (list(parsed.prompt), list(parsed.tokens)) == (rows[0]["prompt"], rows[0]["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ('{"prompt": [1], "tokens"', "cut off"),
+        ('{"a": 1}', "known format"),
+        ('{"tokens": [1.5], "logprobs": [0]}', "token ids"),
+        ('{"tokens": [-1], "logprobs": [0]}', "token ids"),
+        ('{"tokens": [true], "logprobs": [0]}', "token ids"),
+        ('{"tokens": [1], "logprobs": ["0"]}', "list of numbers"),
+        ('{"tokens": [1], "logprobs": [0], "temperature": 0}', "temperature"),
+        ("[" * 100_000, "cut off"),
+    ],
+)
+def test_a_damaged_row_is_refused_by_its_line(tmp_path, line, text):
+    path = tmp_path / "dump.jsonl"
+    good = json.dumps(sampled(1)[0])
+    path.write_text(f"{good}\n\n{line}\n")
+    with pytest.raises(InputError, match=text) as caught:
+        list(read_dump(path))
+    assert "line 2" in str(caught.value)
+
+
+def test_an_empty_and_a_missing_file_are_refused(tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(InputError, match="no rows"):
+        list(read_dump(tmp_path / "empty"))
+    with pytest.raises(InputError, match="cannot read"):
+        list(read_dump(tmp_path / "nowhere"))
+
+
+@pytest.mark.drills
+def test_the_command_passes_what_a_bf16_engine_recorded(tmp_path, capsys):
+    from tiny_config import MODEL
+
+    from deltawire.cli.main import main
+    from deltawire.parity.scorers import open_scorer, parse_spec
+    from deltawire.rl.evaluate.parity_sources import open_source
+
+    config, dump = tmp_path / "tiny.toml", tmp_path / "dump.jsonl"
+    config.write_text(f'name = "tiny"\n{MODEL}')
+    source = open_source(str(config))
+    engine = open_scorer(parse_spec("transformers:bf16:decode"), source.model, None, device=None)
+    drawn = engine.draw([(5, 6, 7), (8, 9)], count=24, seed=0)
+    rows = [
+        {"prompt_ids": one.prompt, "completion_ids": one.tokens,
+         "completion_logprobs": held.logprobs_T.tolist()}
+        for one, held in zip(drawn, engine.score(drawn), strict=True)
+    ]  # fmt: skip
+    dump.write_text("\n".join(map(json.dumps, rows)))
+    assert main(["parity", str(config), "--dump", str(dump), "--device", "cpu"]) == 0
+    assert "sound, mean gap 0.00" in capsys.readouterr().out
+    for one in rows:
+        one["completion_logprobs"] = [0.0] * 24
+    dump.write_text("\n".join(map(json.dumps, rows)))
+    command = ["parity", str(config), "--dump", str(dump), "--device", "cpu", "--json"]
+    assert main(command) == 5
+    assert json.loads(capsys.readouterr().out)["wrong_rows"] == {"zero-filled": 2}
