@@ -44,28 +44,15 @@ from deltawire.wire import keys
 SCRIPT = Path(__file__).with_name("faulty_deltawire.py")
 MORE_VERSIONS = 6
 RECOVERY_S = 90.0
-CONFIG = f"""
-name = "chaos"
-{tiny_config.MODEL}[task]
-heldout = 4
-options = {{ min_word_len = 3, max_word_len = 4 }}
-[warm_start]
-max_steps = 2
-check_every = 2
-{tiny_config.ROLLOUT}[train]
-versions = 1000000
-groups_per_step = 4
-max_staleness = 2
-checkpoint_every = 7
-anchor_every = 9
-[evaluate]
-every = 50
-samples = 1
+CONFIG = (
+    tiny_config.endless("chaos", checkpoint_every=7, anchor_every=9, evaluate_every=50)
+    + """\
 [faults]
 silence_s = 14
 stall_s = 20
 long_s = 180
 """
+)
 RATES = {
     "refuse": 0.01,
     "busy": 0.01,
@@ -187,11 +174,15 @@ def is_ours(pid: int) -> bool:
 
 def drill(folder: Path, *, seed: int, seconds: float, strikes: int = 1_000_000) -> Report:
     """Run the drill, with at most ``strikes`` strikes; call it from the main thread."""
+    with (folder / "run.log").open("w") as log:
+        return _drill(folder, Console(file=log), seed=seed, seconds=seconds, strikes=strikes)
+
+
+def _drill(folder: Path, console: Console, *, seed: int, seconds: float, strikes: int) -> Report:
     report = Report()
     path = folder / "chaos.toml"
     path.write_text(CONFIG)
     config = load_config(path)
-    console = Console(file=(folder / "run.log").open("w"))
     with S3Server("ministack") as server:
         server.make_bucket("drills")
         with FaultyProxy(server.endpoint, seed=seed, rates=RATES, mercy=4) as proxy:
@@ -220,7 +211,6 @@ def drill(folder: Path, *, seed: int, seconds: float, strikes: int = 1_000_000) 
             job.config = _until(config, reached + MORE_VERSIONS, path)
             report.summary = execute(job, console, plain=True)
         _audit(report, direct, config, chaos)
-    console.file.close()
     return report
 
 

@@ -76,3 +76,12 @@ def start_with_groups(
         put_group(bucket, number, group(number))
     put_heartbeat(bucket, "w0", stored=groups, at=time.time())
     return bucket
+
+
+def copied(bucket: Bucket, url: str) -> Bucket:
+    """A copy of a small bucket in a folder: tests change it, and the original is trained once."""
+    copy = open_bucket(url, create=True)
+    for key in bucket.list(""):
+        if (data := bucket.get(key, limit=1 << 30)) is not None:
+            copy.put(key, data)
+    return copy

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from forgotten_users import train
-from granted_groups import made_up_group, put_group, start_with_groups
+from granted_groups import copied, made_up_group, put_group, start_with_groups
 from heartbeats import put_heartbeat
 
 from deltawire.cli.main import main
@@ -44,10 +44,7 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def parent(trained, tmp_path):
     """A copy of the run."""
-    bucket = open_bucket(str(tmp_path / "run"), create=True)
-    for key in trained.list(""):
-        bucket.put(key, trained.get(key, limit=1 << 30))
-    return bucket
+    return copied(trained, str(tmp_path / "run"))
 
 
 def stored(bucket):
@@ -137,10 +134,7 @@ def test_retention_of_the_parent_keeps_what_a_fork_reads(parent):
 def test_a_checkpoint_that_is_removed_meanwhile_is_not_half_shared(parent):
     """Its removal began before the fork's mark: the fork finds no commit, or its parts stay."""
     for at in range(1, 12):
-        bucket = open_bucket(f"{parent.url}-{at}", create=True)
-        for key in parent.list(""):
-            bucket.put(key, parent.get(key, limit=1 << 30))
-        bucket = FaultyBucket(bucket)
+        bucket = FaultyBucket(copied(parent, f"{parent.url}-{at}"))
         made = []
         bucket.pause(
             at=at,

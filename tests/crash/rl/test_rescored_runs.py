@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from forgotten_users import train
-from granted_groups import made_up_group, start_with_groups
+from granted_groups import copied, made_up_group, start_with_groups
 
 from deltawire.cli.main import main
 from deltawire.errors import InputError
@@ -27,10 +27,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def parent(trained, tmp_path):
-    bucket = open_bucket(str(tmp_path / "run"), create=True)
-    for key in trained.list(""):
-        bucket.put(key, trained.get(key, limit=1 << 30))
-    return bucket
+    return copied(trained, str(tmp_path / "run"))
 
 
 def digests(bucket, *versions):

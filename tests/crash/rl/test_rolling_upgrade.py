@@ -35,24 +35,7 @@ pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(3600)]
 
 PATIENCE_S = 600.0
 NUMBERS = re.compile(r" on http://127\.0\.0\.1:(\d+)")
-CONFIG = f"""
-name = "upgraded"
-{tiny_config.MODEL}[task]
-heldout = 4
-options = {{ min_word_len = 3, max_word_len = 4 }}
-[warm_start]
-max_steps = 2
-check_every = 2
-{tiny_config.ROLLOUT}[train]
-versions = 1000000
-groups_per_step = 4
-max_staleness = 2
-checkpoint_every = 4
-anchor_every = 5
-[evaluate]
-every = 3
-samples = 1
-"""
+CONFIG = tiny_config.endless("upgraded", checkpoint_every=4, anchor_every=5, evaluate_every=3)
 
 
 class Fleet:

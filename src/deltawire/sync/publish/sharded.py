@@ -37,7 +37,6 @@ from deltawire.codec import Digest
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError, RetryError
 from deltawire.store import Bucket, RetryingBucket, in_parallel
 from deltawire.store.worker_threads import WorkerThreads
-from deltawire.sync.chain.evidence import read_again, require_agreed
 from deltawire.sync.chain.objects import check_signed
 from deltawire.sync.chain.retention import GRACE_S
 from deltawire.sync.follow.load import load_mirror
@@ -445,13 +444,15 @@ class ShardPublisher:
         Raises `FencedError` instead if another publisher has taken the run, which that rank may
         have noticed first.
         """
-        key, url = keys.refusal(version, self._session), self.bucket.url
+        key = keys.refusal(version, self._session)
         try:
             data = self.bucket.get(key, limit=MAX_REFUSAL_BYTES)
             if data is None:
                 return
             check_signed(self.bucket, self.run, data, key)
-            found = decode_refusal(data, version=version, table=self.run, run=url, key=key)
+            found = decode_refusal(
+                data, version=version, table=self.run, run=self.bucket.url, key=key
+            )
         except CorruptError:  # Ignore a damaged refusal; the wait is limited anyway.
             return
         manifest = self._writer.find(version)
@@ -460,7 +461,7 @@ class ShardPublisher:
         raise ResyncError(
             f"rank {found.rank} refused this version: {found.reason!r}",
             hint="see that rank's error, then start all ranks again",
-            run=url,
+            run=self.bucket.url,
             version=version,
         )
 
@@ -499,11 +500,9 @@ class ShardPublisher:
 
     def _create_part(self, key: str, part: Part) -> None:
         data = seal(part, key=key, signer=self._writer.signer)
-        if self.bucket.create(key, data):
-            return
-        found = require_agreed(self.bucket, key, limit=MAX_MANIFEST_BYTES, so="nothing was created")
-        # If the answer to the create was lost, the leader may have read and deleted the part since.
-        if found not in (data, None):
+        if not self.bucket.create(key, data) and (
+            self.bucket.get(key, limit=MAX_MANIFEST_BYTES) != data
+        ):
             raise InputError(
                 "another rank has this number, or an earlier session had this name",
                 hint="give every rank a unique number, and every start a unique session",
@@ -539,22 +538,20 @@ class ShardPublisher:
             pause_s = min(2 * pause_s, self.bucket.poll_s)
 
     def _read_part(self, version: int, rank: int, key: str) -> Part | None:
-        url, epoch = self.bucket.url, self._writer.epoch
-
-        def read() -> Part | None:
-            data = self.bucket.get(key, limit=MAX_MANIFEST_BYTES)
-            if data is None:
-                return None
-            check_signed(self.bucket, self.run, data, key)
-            return decode_part(data, version=version, rank=rank, table=self.run, run=url, key=key)
-
-        part = read_again(self.bucket, key, read)  # One damaged answer must not end all ranks.
-        if part is not None and (part.ranks, part.epoch) != (self.ranks, epoch):
+        data = self.bucket.get(key, limit=MAX_MANIFEST_BYTES)
+        if data is None:
+            return None
+        check_signed(self.bucket, self.run, data, key)
+        part = decode_part(
+            data, version=version, rank=rank, table=self.run, run=self.bucket.url, key=key
+        )
+        epoch = self._writer.epoch
+        if (part.ranks, part.epoch) != (self.ranks, epoch):
             raise InputError(
                 f"rank {rank} counts {part.ranks} ranks and epoch {part.epoch}, the leader "
                 f"{self.ranks} and {epoch}",
                 hint="start all ranks with the same settings",
-                run=url,
+                run=self.bucket.url,
                 version=version,
             )
         return part

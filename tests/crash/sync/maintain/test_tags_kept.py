@@ -1,6 +1,7 @@
 """A tagged version outlives retention, whoever stops at any request of either."""
 
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -112,46 +113,45 @@ def tagged_anyway(bucket, run):
     return True
 
 
-def test_a_tag_at_every_request_of_retention_is_kept_or_refused(fresh):
-    at, outcomes = 0, set()
+def tag_it(bucket, run, done):
+    done.append(tagged_anyway(bucket, run))
+
+
+def retain(bucket, run, _done):
+    prune(bucket, run, cutoff=8, grace_s=0)
+
+
+def at_every_request(fresh, act, other):
+    """Runs ``act`` on fresh buckets, with ``other`` at each of its requests in turn; yields the
+    bucket, its run, and whether the tag was set."""
+    at = 0
     while True:
         at += 1
         bucket = fresh()
         run = start_run(bucket.inner)
         done = []
-        called = race(
-            bucket,
-            lambda b=bucket, r=run, d=done: d.append(tagged_anyway(b.inner, r)),
-            at=at,
-            act=lambda b=bucket, r=run: prune(b, r, cutoff=8, grace_s=0),
-        )
-        if not called:
-            break
-        outcomes |= set(done)
-        assert bool(listed(bucket)) == done[0]
-        assert_readable(bucket, 5 if done[0] else 8)
-    assert outcomes == {True, False}
-    assert at > 40
+        meanwhile = partial(other, bucket.inner, run, done)
+        if not race(bucket, meanwhile, at=at, act=partial(act, bucket, run, done)):
+            return
+        yield bucket, run, done[0]
+
+
+def test_a_tag_at_every_request_of_retention_is_kept_or_refused(fresh):
+    outcomes = []
+    for bucket, _, done in at_every_request(fresh, retain, tag_it):
+        outcomes.append(done)
+        assert bool(listed(bucket)) == done
+        assert_readable(bucket, 5 if done else 8)
+    assert set(outcomes) == {True, False}
+    assert len(outcomes) >= 40
 
 
 def test_retention_at_every_request_of_a_tag(fresh):
-    at, outcomes = 0, set()
-    while True:
-        at += 1
-        bucket = fresh()
-        run = start_run(bucket.inner)
-        done = []
-        called = race(
-            bucket,
-            lambda b=bucket, r=run: prune(b.inner, r, cutoff=8, grace_s=0),
-            at=at,
-            act=lambda b=bucket, r=run, d=done: d.append(tagged_anyway(b, r)),
-        )
-        if not called:
-            break
-        outcomes |= set(done)
+    outcomes = set()
+    for bucket, run, done in at_every_request(fresh, tag_it, retain):
+        outcomes.add(done)
         prune(bucket, run, cutoff=8, grace_s=0)
-        assert_readable(bucket, 5 if done[0] else 8)
+        assert_readable(bucket, 5 if done else 8)
     assert outcomes == {True, False}
 
 
