@@ -3,10 +3,13 @@
 import time
 
 import pytest
+import torch
 
+from deltawire.engines.following.rank_group import RankGroup
 from deltawire.engines.following.rank_weights import RankWeights
+from deltawire.engines.following.settings import FollowSettings
 from deltawire.engines.following.version_watcher import VersionWatcher
-from deltawire.errors import RetryError
+from deltawire.errors import InputError, RetryError
 from deltawire.store import open_bucket
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import start_publisher, weights
@@ -71,6 +74,28 @@ def test_a_dead_watcher_is_reported(tmp_path):
     assert watcher.failure_now() == (
         "the thread that polls for versions has died: RuntimeError: planted"
     )
+
+
+def test_a_run_of_another_model_is_refused_with_the_loaders_reason(tmp_path):
+    bucket = open_bucket(str(tmp_path), create=True)
+    publisher = start_publisher(bucket)
+    publisher.publish(weights(0))
+    publisher.close()
+
+    class Other(torch.nn.Module):
+        def load_weights(self, weights):
+            for _ in weights:
+                raise RuntimeError("a size of 4 does not fit 5")
+
+    with pytest.raises(InputError, match="a size of 4 does not fit 5") as refused:
+        RankWeights(
+            Other(),
+            FollowSettings(run=str(tmp_path)),
+            RankGroup(None, 0, 1),
+            refuse=lambda placement: None,
+            open_slot=lambda bucket, run: None,
+        )
+    assert "the model that the run publishes" in str(refused.value.hint)
 
 
 def test_a_panic_while_preparing_is_the_ranks_failure():

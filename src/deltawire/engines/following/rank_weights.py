@@ -102,7 +102,7 @@ class RankWeights:
         """The update that the live weights hold and the mirror does not yet: the mirror advances
         later, so that no step waits for it."""
         self._digest = mirror.digest
-        self.repair()
+        self._load_first()
 
     def _read_run(self) -> tuple[Run, int]:
         """Returns the run and its newest version."""
@@ -112,6 +112,20 @@ class RankWeights:
         if newest is None:
             raise InputError("the run has no version yet", run=self._bucket.url)
         return run, newest.version
+
+    def _load_first(self) -> None:
+        """Loads the first version; the engine's loader may fail for a run of another model."""
+        try:
+            self.repair()
+        except DeltawireError:
+            raise
+        except Exception as error:
+            raise InputError(
+                "the engine cannot load the run's tensors into its model: "
+                f"{type(error).__name__}: {str(error)[:300]}",
+                run=self._bucket.url,
+                hint="serve the model that the run publishes, unquantized",
+            ) from error
 
     def _together(self, work: Callable[[], T]) -> T:
         """Runs ``work``, which must not wait for other ranks, on all of them. A failure on one rank
