@@ -9,7 +9,8 @@
 #                     refutes protocols without one of the rules; ONLY="retention" takes a part
 # make simulate       simulates runs with faults, HOURS=1000 of them, from seed FIRST=1 on; BROKEN=""
 #                     finds each rule that is taken out of the code, BROKEN="retention" a part
-# make test-engines   follows runs with vLLM, for every family of models, on one rank and on two
+# make test-engines   follows runs with vLLM, for every family of models, on one rank and on two,
+#                     and with SGLang
 # make docs           builds the documents as a site, in build/site
 # make dist           builds the source archive and a wheel, and tests it in an empty environment
 # make fuzz           fuzzes the native kernels, each target for SECONDS=600
@@ -62,13 +63,13 @@ test: setup
 drills: setup
 	$(if $(SHORT),,NEW_EXAMPLES=1) $(PYTEST) -m 'drills and not matrix$(if $(SHORT), and not long)' --drills $(or $(DRILLS),1)
 
-# vLLM and SGLang have their own environments; `make drills` builds it on first use too.
+# vLLM and SGLang have their own environments; `make drills` builds them on first use too.
 engines:
 	@sh scripts/setup-engine.sh vllm
 	@sh scripts/setup-engine.sh sglang
 
 test-engines: setup engines
-	$(BIN)/python -m pytest -m "drills or matrix" tests/engines/test_vllm.py
+	$(BIN)/python -m pytest -m "drills or matrix" tests/engines/test_vllm.py tests/engines/test_sglang.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -201,6 +201,15 @@ def test_adapters_that_vllm_does_not_serve_are_refused(adapter, named):
         parse_config({**served, "train": {**served["train"], "exporter": "merged"}}, source="s")
 
 
+def test_what_sglang_does_not_serve_is_refused():
+    raw = with_key("rollout.engine", "sglang")
+    assert parse_config(raw, source="s").rollout.engine == "sglang"
+    adapter = {"adapter": {"kind": "lora"}}
+    assert "does not serve adapters" in refusal({**raw, "train": adapter})
+    parse_config({**raw, "train": {**adapter, "exporter": "merged"}}, source="s")
+    assert "expert routes" in refusal({**raw, "parity": {"routes": "record"}})
+
+
 def test_vllm_cannot_truncate_at_another_temperature():
     rollout = {"engine": "vllm", "top_p": 0.9, "temperature": 0.7}
     assert "at temperature 0.7" in refusal({**SMALLEST, "rollout": rollout})

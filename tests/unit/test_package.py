@@ -16,7 +16,7 @@ from deltawire.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for room in ("src", "benchmarks") for path in (ROOT / room).rglob("*.py"))
-HEAVY = ("torch", "transformers", "reasoning_gym", "matplotlib", "vllm")
+HEAVY = ("torch", "transformers", "reasoning_gym", "matplotlib", "vllm", "sglang")
 
 LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}

@@ -329,6 +329,21 @@ def _adapter_fault(config: RunConfig) -> tuple[str, str] | None:
         return f"{key} {served_exporter(config)} {found[0]}", found[1]
     if config.rollout.engine == "vllm" and train.served_adapter.kind != "none":
         return train.served_adapter.vllm_fault()
+    if config.rollout.engine == "sglang":
+        return _sglang_fault(config)
+    return None
+
+
+def _sglang_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Finds a setting that the engine ``sglang`` does not serve: the reason and what to do."""
+    where = 'rollout.engine "sglang" does not'
+    if config.train.served_adapter.kind != "none":
+        return (
+            f"{where} serve adapters",
+            'set rollout.engine = "vllm", or train.exporter = "merged"',
+        )
+    if config.parity.routes != "off":
+        return f"{where} record expert routes", 'set rollout.engine = "vllm", or routes = "off"'
     return None
 
 

@@ -132,7 +132,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     workers: Annotated[int, Meta(ge=0, le=1024)] = 2
     engine: Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,64}\Z")] = "transformers"
     """The engine that a worker samples from, a name of `deltawire.engines.registry`: the embedded
-    engine, or a vLLM server that the worker starts."""
+    engine, or a vLLM or SGLang server that the worker starts."""
     group_size: Annotated[int, Meta(ge=2, le=4096)] = 8
     max_tokens: Count = 16
     max_turns: Count = 1

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ENGINES = {
     "transformers": "deltawire.engines.transformers.opening",
+    "sglang": "deltawire.engines.sglang.opening",
     "vllm": "deltawire.engines.vllm.opening",
 }
 """Engines by the name that ``rollout.engine`` gives."""

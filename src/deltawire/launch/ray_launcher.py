@@ -56,6 +56,7 @@ FORWARDED_NAMES = frozenset(
         *("DELTAWIRE_TRUSTED_MODULES", "DELTAWIRE_DATA_DIRS", "DELTAWIRE_SIMD"),
         *("DELTAWIRE_BLOB_CACHE", "DELTAWIRE_BLOB_CACHE_GB", "DELTAWIRE_MAX_OUTAGE"),
         *("DELTAWIRE_VLLM_PYTHON", "DELTAWIRE_VLLM_ARGS"),
+        *("DELTAWIRE_SGLANG_PYTHON", "DELTAWIRE_SGLANG_ARGS"),
     }
 )
 """Names of further ones. Credentials are not passed on: each machine has its own, and a gateway's

@@ -9,6 +9,12 @@ from pathlib import Path
 
 from deltawire.errors import InputError
 
+MISSING = {
+    "vllm": "there is no environment with vLLM",
+    "sglang": "there is no environment with SGLang",
+}
+"""The error where an engine is not found, by its package."""
+
 
 def engine_python(engine: str) -> str:
     """Returns the Python that runs ``engine``, by its package's name: the one that the environment
@@ -32,5 +38,5 @@ def engine_python(engine: str) -> str:
         return sys.executable
     neighbour = Path(sys.prefix).parent / f".venv-{engine}" / "bin" / "python"
     if not os.access(neighbour, os.X_OK):
-        raise InputError(f"there is no environment with {engine}", hint=hint)
+        raise InputError(MISSING[engine], hint=hint)
     return str(neighbour)

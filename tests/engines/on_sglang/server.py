@@ -1,0 +1,160 @@
+"""An SGLang server under test, on a private path, and how to ask it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+START_WITHIN_S = 400
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of one request, with log-probabilities kept to the bit."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[tuple[str, int, int], ...]
+    cached: int
+
+
+class Connection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path):
+        super().__init__("localhost", timeout=120)
+        self.path = path
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.path)
+
+
+class Server:
+    """An SGLang server for ``model`` that follows ``run``, if there is one; a context manager."""
+
+    def __init__(self, model, *arguments, run=None, plants=None, **settings):
+        self.folder = tempfile.TemporaryDirectory(prefix="dw-sglang-test-")
+        self.path = str(Path(self.folder.name) / "http")
+        self.log = Path(self.folder.name) / "log"
+        environment = dict(os.environ)
+        if run is not None:
+            environment["DELTAWIRE_FOLLOW"] = json.dumps({"run": run, **settings})
+        if plants is not None:
+            environment["PYTHONPATH"] = str(plants)
+        self.process = subprocess.Popen(
+            [
+                sys.executable, "-m", "deltawire.engines.sglang.private_server", self.path,
+                "--model-path", str(model), "--device", "cpu", "--attention-backend",
+                "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+                "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill",
+                "disabled", "--skip-tokenizer-init", "--skip-server-warmup",
+                "--max-total-tokens", "4096", "--max-running-requests", "16",
+                "--mem-fraction-static", "0.2", "--dtype", "bfloat16", "--random-seed", "0",
+                "--sleep-on-idle", "--log-level", "warning", *arguments,
+            ],
+            stdout=self.log.open("wb"), stderr=subprocess.STDOUT, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def wait(self):
+        """Wait until it answers."""
+        deadline = time.monotonic() + START_WITHIN_S
+        while True:
+            try:
+                self.call("/model_info", method="GET")
+                return self
+            except OSError:
+                assert self.process.poll() is None, self.said()
+                assert time.monotonic() < deadline, self.said()
+                time.sleep(0.2)
+
+    def said(self):
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def __enter__(self):
+        return self.wait()
+
+    def __exit__(self, *_):
+        self.end()
+
+    def end(self, number=signal.SIGKILL):
+        """Send all of its processes a signal, and wait for them to end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+        self.process.wait(60)
+
+    def ask(self, path, body=None, *, method="POST"):
+        """The status and the text of an answer."""
+        connection = Connection(self.path)
+        try:
+            connection.request(
+                method, path, None if body is None else json.dumps(body),
+                {"Content-Type": "application/json"},
+            )  # fmt: skip
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def call(self, path, body=None, *, method="POST"):
+        """The answer of a call that succeeds."""
+        status, text = self.ask(path, body, method=method)
+        assert status == 200, (status, text[:2000])
+        return json.loads(text)
+
+    def engine_call(self, method, *arguments):
+        """One of deltawire's methods."""
+        body = {"method": method, "args": [str(one) for one in arguments]}
+        return self.call("/collective_rpc", body)["results"][0]
+
+    def status(self):
+        """The engine's own word."""
+        return self.engine_call("deltawire_status")
+
+    def reach(self, version, *, within_s=120.0):
+        """Wait until it serves ``version``; its status then."""
+        deadline = time.monotonic() + within_s
+        while (status := self.status())["version"] != version or status["phase"] != "serving":
+            assert time.monotonic() < deadline, f"version {version} was not reached: {status}"
+            time.sleep(0.02)
+        return status
+
+    def fail(self, *, within_s=120.0):
+        """Wait until something went wrong; what it says of it."""
+        deadline = time.monotonic() + within_s
+        while not (failure := self.status()["failure"]):
+            assert time.monotonic() < deadline, "nothing went wrong"
+            time.sleep(0.02)
+        return failure
+
+    def answer(self, prompt, *, tokens=12):
+        """A greedy answer to a prompt of token ids."""
+        given = self.call(
+            "/generate",
+            {
+                "input_ids": list(prompt), "return_logprob": True,
+                "sampling_params": {
+                    "temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True,
+                },
+            },
+        )  # fmt: skip
+        about = given["meta_info"]
+        return Answer(
+            tuple(given["output_ids"]),
+            tuple(one[0] for one in about["output_token_logprobs"]),
+            tuple((s["version"], s["start"], s["end"]) for s in about.get("weight_versions", ())),
+            about["cached_tokens"],
+        )

@@ -1,0 +1,296 @@
+"""SGLang's adapter without SGLang: settings, refusals, what a swap does to requests, answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from deltawire.engines.base import EngineRequest, Sampling, Truncation
+from deltawire.engines.following.refusals import refuse_changed
+from deltawire.engines.registry import check_tensors, open_engine
+from deltawire.engines.sglang import FOLLOW, hooks, http_calls, plugin, postprocess_check, refusals
+from deltawire.engines.sglang.in_flight import DONE, InFlight
+from deltawire.engines.sglang.rank_controller import Command
+from deltawire.engines.sglang.sampler import SglangSampler
+from deltawire.engines.sglang.settings import settings_here
+from deltawire.errors import CorruptError, InputError, ResyncError
+from deltawire.wire.run import TensorSpec
+
+
+def test_the_environment_names_a_bucket_or_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLLOW, "s3://bucket/run")
+    assert settings_here().run == "s3://bucket/run"
+    monkeypatch.setenv(FOLLOW, json.dumps({"run": "memory:///", "follow": False}))
+    assert not settings_here().follow
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("", FOLLOW),
+        ('{"run": "memory:///"', "no JSON object"),
+        ('{"run": "memory:///", "flow": true}', "flow"),
+        ('{"run": ""}', "length"),
+        ('{"run": "memory:///", "in_flight": "abort"}', "abort"),
+        ("{" + "[" * 60_000, "no JSON object"),
+        ("s3://" + "b" * (1 << 16), "characters"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused_by_name(
+    given: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLLOW, given)
+    with pytest.raises(InputError, match=named):
+        settings_here()
+
+
+def test_a_plugin_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang logs exceptions of plugins, and serves on; it does not catch `SystemExit`."""
+
+    def fail() -> None:
+        raise ImportError("no such module")
+
+    monkeypatch.setattr(hooks, "install", fail)
+    monkeypatch.delenv(FOLLOW, raising=False)
+    plugin.register()  # No run is named: as if the plugin were not installed.
+    monkeypatch.setenv(FOLLOW, "memory:///")
+    with pytest.raises(SystemExit, match="cannot follow the run: no such module"):
+        plugin.register()
+
+
+def test_hooks_that_were_not_applied_end_the_process() -> None:
+    class Registry:
+        _patched: ClassVar[set[str]] = {"a.b"}
+
+        @classmethod
+        def apply_hooks(cls) -> None:
+            cls._patched |= {"a.c"}
+
+    hooks.require_applied(Registry, ["a.b", "a.c"], version="1")
+    Registry.apply_hooks()
+    hooks.require_applied(Registry, ["a.b", "a.d"], version="1")
+    with pytest.raises(SystemExit, match=r"a\.d"):
+        Registry.apply_hooks()
+
+
+@pytest.mark.parametrize(("version", "fits"), [("0.5.18", False), ("0.5.21", True), ("1.0", True)])
+def test_versions_without_spans_are_refused(version: str, fits: bool) -> None:
+    if fits:
+        refusals.refuse_version(version)
+        return
+    with pytest.raises(InputError, match=f"SGLang {version}"):
+        refusals.refuse_version(version)
+
+
+ARGUMENTS = {"pp_size": 1, "dp_size": 1, "speculative_algorithm": None}
+
+
+@pytest.mark.parametrize(
+    ("changed", "flag"),
+    [
+        ({"pp_size": 2}, "--pp-size"),
+        ({"dp_size": 2}, "--dp-size"),
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+    ],
+)
+def test_arguments_that_were_not_tested_are_refused_by_name(
+    changed: dict[str, Any], flag: str
+) -> None:
+    refusals.refuse_arguments(SimpleNamespace(**ARGUMENTS))
+    with pytest.raises(InputError, match=flag):
+        refusals.refuse_arguments(SimpleNamespace(**ARGUMENTS | changed))
+
+
+def test_weights_that_change_after_loading_are_noticed() -> None:
+    model = torch.nn.Linear(4, 4)
+    assert postprocess_check.changes_after_loading(model) is None
+
+    def exchange(model: torch.nn.Module) -> None:
+        model.weight.data = model.weight.data[[1, 0, 2, 3]]
+
+    postprocess_check.around_postprocess(exchange, model)
+    assert "weight" in (postprocess_check.changes_after_loading(model) or {})
+    postprocess_check.after_random_weights(None, model)
+    postprocess_check.after_random_load(model)
+    assert postprocess_check.changes_after_loading(model) == {}
+    with pytest.raises(InputError, match="was not observed"):
+        refuse_changed(None, engine="SGLang", hint="")
+
+
+def test_an_adapter_is_refused_before_a_server_starts() -> None:
+    check_tensors("sglang", [TensorSpec("model.norm.weight", (4,), "BF16")])
+    with pytest.raises(InputError, match=r"q_proj\.lora_A"):
+        check_tensors("sglang", [TensorSpec("q_proj.lora_A.weight", (4, 4), "BF16")])
+
+
+def test_expert_routes_are_refused_before_a_server_starts() -> None:
+    request: Any = SimpleNamespace(record_routes=True)
+    assert set(vars(request)) <= set(EngineRequest.__dataclass_fields__)
+    with pytest.raises(InputError, match="expert choices"):
+        open_engine("sglang", request)
+
+
+class Scheduler:
+    """As much of SGLang's scheduler as a swap touches."""
+
+    def __init__(self) -> None:
+        self.running: set[Any] = set()
+        self.waiting_queue: list[Any] = []
+        self.chunked_req = None
+        self.result_queue: deque[Any] = deque()
+        self.labels: list[str] = []
+        self.done: list[Any] = []
+        self._engine_paused = False
+
+    def collect_inflight_reqs(self) -> set[Any]:
+        return self.running
+
+    def record_weight_version_change(self, *, new_version: str) -> None:
+        self.labels.append(new_version)
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        hooks.around_result(lambda _, *one: self.done.append(one), self, batch, result)
+
+
+class Request:
+    """A request of SGLang's, hashable as it is there."""
+
+    def __init__(self, *, holds: bool = False, key: str | None = None) -> None:
+        self.kv = SimpleNamespace(holds_kv=holds)
+        self.extra_key = key
+        self.ended = False
+
+    def finished(self) -> bool:
+        return self.ended
+
+
+def test_cached_prefixes_are_keyed_by_version_and_by_the_clients_own_key() -> None:
+    scheduler = Scheduler()
+    waiting, own, running = Request(), Request(key="mine"), Request(holds=True)
+    scheduler.waiting_queue = [waiting, own, running]
+    in_flight = InFlight(scheduler, "keep")
+    in_flight.relabel("7", "1 7")
+    assert scheduler.labels == ["7"]
+    assert (waiting.extra_key, own.extra_key) == ("deltawire 1 7 ", "deltawire 1 7 mine")
+    assert running.extra_key is None, "it has keys and values already"
+    in_flight.relabel("8", "2 8")
+    assert own.extra_key == "deltawire 2 8 mine"
+    running.kv.holds_kv = False  # Retracted: computed again, with the weights of now.
+    in_flight.salt(running, "2 8")
+    assert running.extra_key == "deltawire 2 8 "
+
+
+def test_a_step_in_flight_is_processed_once_before_the_label_changes() -> None:
+    scheduler = Scheduler()
+    scheduler.result_queue.append(("batch", "result"))
+    in_flight = InFlight(scheduler, "keep")
+    assert in_flight.ready()
+    assert in_flight.ready()
+    assert scheduler.done == [("batch", "result")]
+    assert list(scheduler.result_queue) == [("batch", DONE)]
+    scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    assert scheduler.done == [("batch", "result")]
+
+
+def test_a_drained_swap_waits_for_sequences_and_starts_none() -> None:
+    scheduler = Scheduler()
+    one = Request(holds=True)
+    scheduler.running = {one}
+    in_flight = InFlight(scheduler, "drain")
+    assert not in_flight.ready()
+    assert in_flight.draining
+    one.ended = True
+    assert in_flight.ready()
+    in_flight.resume()
+    assert not in_flight.draining
+
+
+def test_commands_are_taken_out_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled: list[Command] = []
+    controller: Any = SimpleNamespace(handle=handled.append, commands=lambda: [Command(3, False)])
+    scheduler = object()
+    assert hooks.around_pull(lambda _: ["a"], None) == ["a"]
+    monkeypatch.setattr(hooks, "_held", [controller])
+    assert hooks.around_pull(lambda _: None, None) is None, "only rank 0 reads requests"
+    requests = hooks.around_pull(lambda _: ["a"], None)
+    assert requests == [Command(3, False), "a"]
+    assert hooks.before_requests(scheduler, requests) == ((scheduler, ["a"]), {})
+    assert handled == [Command(3, False)]
+    assert hooks.before_requests(scheduler, ["a"]) is None
+
+
+def test_calls_that_would_relabel_tokens_answer_with_a_refusal() -> None:
+    pytest.importorskip("aiohttp")
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        sent.append(scope["path"])
+
+    refusing = http_calls.Refusing(app)
+    scope = {"type": "http", "path": "/generate"}
+    asyncio.run(refusing(scope, None, None))
+    assert sent == ["/generate"]
+    assert {"/update_weight_version", "/release_memory_occupation"} <= http_calls.FORBIDDEN
+
+
+SAMPLER = {"stop_tokens": [2], "slots": 2, "capacity": 64, "version": 3}
+
+
+def answer(**changes: Any) -> bytes:
+    """SGLang's answer to a request for four tokens, two by each of two versions."""
+    about = {
+        "finish_reason": {"type": "stop", "matched": 2},
+        "weight_versions": [
+            {"version": "8", "start": 0, "end": 2},
+            {"version": "9", "start": 2, "end": 4},
+        ],
+        "output_token_logprobs": [[-0.5, token, None] for token in (5, 6, 7, 2)],
+        **changes,
+    }
+    return json.dumps({"output_ids": [5, 6, 7, 2], "meta_info": about}).encode()
+
+
+def test_an_answer_is_read_with_its_versions() -> None:
+    sampler = SglangSampler("/nowhere", **SAMPLER)  # type: ignore[arg-type]
+    sampling = Sampling(max_tokens=4, temperature=0.5, truncation=Truncation(top_p=0.9), seed=1)
+    found = sampler.completion(answer(), [1], sampling)
+    assert found.tokens == [5, 6, 7, 2]
+    assert found.logprobs == [-0.5] * 4
+    assert found.versions == [8, 8, 9, 9]
+    assert found.finish == "stop"
+    body = sampler.body([1, 2], sampling)
+    assert body["input_ids"] == [1, 2]
+    assert body["return_logprob"]
+    assert body["sampling_params"] == {
+        "max_new_tokens": 4, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.0,
+        "stop_token_ids": [2],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"finish_reason": {"type": "abort"}}, ResyncError, "abort"),
+        ({"weight_versions": []}, CorruptError, "do not cover"),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 4}]}, CorruptError, "read"),
+        ({"weight_versions": [{"version": "8", "start": 1, "end": 4}]}, CorruptError, "in order"),
+        ({"output_token_logprobs": [[-0.5, 5, None]]}, CorruptError, "not those of its tokens"),
+        ({"output_token_logprobs": [[-0.5, 9, None]] * 4}, CorruptError, "not those of its tokens"),
+        ({"output_token_logprobs": "x"}, CorruptError, "cannot be read"),
+    ],
+)
+def test_answers_that_contradict_themselves_are_refused(
+    changes: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    sampler = SglangSampler("/nowhere", **SAMPLER)  # type: ignore[arg-type]
+    with pytest.raises(error, match=named):
+        sampler.completion(answer(**changes), [1], Sampling(max_tokens=4))
