@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLLOW = "test_followed_weights.py"
 
-pytestmark = [pytest.mark.timeout(2400), pytest.mark.drills]
+pytestmark = [pytest.mark.timeout(7200), pytest.mark.drills]
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def run_tests(python, file, *arguments):
     done = subprocess.run(
         [
             python, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-o", "addopts=",
-            "-o", "filterwarnings=", "-o", "timeout=1800",
+            "-o", "filterwarnings=", "-o", "timeout=3600",
             str(Path(__file__).parent / "on_sglang" / file),
             *arguments,
         ],

@@ -15,7 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-START_WITHIN_S = 400
+START_WITHIN_S = 1500
+"""Seconds; half a minute on two quiet cores, 7 minutes were seen with 40 busy processes on them."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,11 @@ class Server:
             environment["DELTAWIRE_FOLLOW"] = json.dumps({"run": run, **settings})
         if plants is not None:
             environment["PYTHONPATH"] = str(plants)
-        self.process = subprocess.Popen(
+        with self.log.open("wb") as log:
+            self.process = self._started(model, arguments, environment, log)
+
+    def _started(self, model, arguments, environment, log):
+        return subprocess.Popen(
             [
                 sys.executable, "-m", "deltawire.engines.sglang.private_server", self.path,
                 "--model-path", str(model), "--device", "cpu", "--attention-backend",
@@ -64,7 +69,7 @@ class Server:
                 "--mem-fraction-static", "0.2", "--dtype", "bfloat16", "--random-seed", "0",
                 "--sleep-on-idle", "--log-level", "warning", *arguments,
             ],
-            stdout=self.log.open("wb"), stderr=subprocess.STDOUT, env=environment,
+            stdout=log, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from server import Server
+from server import START_WITHIN_S, Server
 from shapes import Trainer, build
 
 from deltawire.store import open_bucket
@@ -34,7 +34,7 @@ def trainer(tmp_path_factory):
 def ended(server):
     """The log of a server that ended by itself, without having answered."""
     with server.folder:
-        code = server.process.wait(400)
+        code = server.process.wait(START_WITHIN_S)
         assert not Path(server.path).exists() or code != 0
         said = server.log.read_text(errors="replace")
         server.end()
