@@ -50,7 +50,7 @@ KEYS: Final[dict[str, Key]] = {
         "memory_error", "<=", 0.10, "largest error of the predicted peak memory of a step"
     ),
     "real_memory_error": Key(
-        "real_memory", "<=", 0.15, "the same of whole trainers on a real model, resident"
+        "real_memory", "<=", 0.15, "the same of whole processes on a real model, resident"
     ),
     "head_peak_ratio": Key(
         "head_peak", ">=", 8, "peak memory of the head, plain over chunked, 151,936 x 8,192"

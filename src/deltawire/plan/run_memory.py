@@ -10,8 +10,11 @@ two points. A norm keeps no copy of its input in float32, which its input is. At
 rows (`deltawire.train.packing`) keeps keys and values once for each query head, those of a shared
 prompt for each completion, and its result a second time, in the order of the row.
 
-A sampler holds the values, and keys and values of ``slots`` sequences of ``context`` tokens. While
-it loads a version, it holds the version's bits as well.
+A sampler holds the values, the version's published bits, which the next delta is applied to, and
+keys and values of ``slots`` sequences of ``context`` tokens. To this come either the activations of
+one layer for all prompts that are read together (a worker's are one for each group, an evaluator's
+may all differ), or one layer's keys and values for each query head, which attention makes in a step
+of decoding.
 
 Nothing here imports torch. ``deltawire bench train --keys real_memory_error`` compares the
 predictions with what processes held.
@@ -40,8 +43,12 @@ LOGITS = 1 << 26
 """`deltawire.train.head.CHUNK_ELEMENTS`; this module must not import torch."""
 LOGIT_COPIES = 2
 """Arrays of a chunk's size that the head's passes hold at a time: logits and probabilities."""
-SAMPLED_COPIES = 3
-"""Arrays of logits that a sampler holds at a time: logits, scaled ones, and probabilities."""
+SAMPLED_COPIES = 5
+"""Arrays of logits that a sampler holds at a time: logits, scaled ones, log-probabilities, noise,
+and their difference."""
+READ_WIDTHS, READ_HIDDEN = 3, 4
+"""Arrays of the feed-forward's width, and of the model's, that a layer holds at a time while a
+prompt is read without gradients."""
 LEAST_ROWS, MOST_ROWS = 256, 4096
 
 
@@ -115,10 +122,12 @@ def run_memory(model: Model, config: RunConfig) -> RunMemory | None:
     step_tokens = train.groups_per_step * rollout.group_size * rollout.context
     processes = [trainer_memory(model, config, tokens=train.max_tokens_per_batch)]
     if rollout.workers:
-        parts = sampler_parts(model, config, slots=rollout.slots)
+        prompts = -(-rollout.slots // rollout.group_size)
+        parts = sampler_parts(model, config, slots=rollout.slots, prompts=prompts)
         processes.append(ProcessMemory("worker", rollout.workers, parts))
     if config.evaluate.every:
-        parts = sampler_parts(model, config, slots=config.evaluate.slots)
+        slots = config.evaluate.slots
+        parts = sampler_parts(model, config, slots=slots, prompts=slots)
         processes.append(ProcessMemory("evaluator", 1, parts))
     return RunMemory(
         processes=processes,
@@ -198,25 +207,37 @@ def _more_on_processors(model: Model, layer: DecoderLayer, config: RunConfig) ->
     return norms + VALUE * (repeated + shape.queries)
 
 
-def sampler_parts(model: Model, config: RunConfig, *, slots: int) -> dict[str, float]:
-    """Predicts a worker or an evaluator with the embedded engine."""
+def sampler_parts(model: Model, config: RunConfig, *, slots: int, prompts: int) -> dict[str, float]:
+    """Predicts a worker or an evaluator with the embedded engine, which reads ``prompts`` different
+    prompts at a time."""
     rollout = config.rollout
     value = VALUE if rollout.precision == "float32" else PUBLISHED
     weights = model.parameters + (
         trained_parameters(model, config) if config.train.adapter.kind != "none" else 0
     )
     cache = sum(layer.attention.keys + layer.attention.values for layer in model.layers)
-    # Before anything is sampled, the version is loaded from its bits.
-    sampling = value * slots * rollout.context * cache + SAMPLED_COPIES * VALUE * slots * (
-        model.vocabulary
+    queries = max(layer.attention.queries for layer in model.layers)
+    read = prompts * max(1, rollout.context - rollout.max_tokens)
+    layer = max(
+        value * read * (READ_WIDTHS * _width(model) + READ_HIDDEN * model.hidden),
+        value * slots * rollout.context * 2 * queries,
     )
     return {
         "libraries": LIBRARIES,
         "weights": float(VALUE * weights),
-        "sampling" if sampling > PUBLISHED * weights else "loading": float(
-            max(sampling, PUBLISHED * weights)
-        ),
+        "version": float(PUBLISHED * weights),
+        "cache": float(value * slots * rollout.context * cache),
+        "activations": float(layer),
+        "logits": float(SAMPLED_COPIES * VALUE * slots * model.vocabulary),
     }
+
+
+def _width(model: Model) -> int:
+    """Returns the most values of a token that a feed-forward block computes at a time."""
+    return max(
+        max(one.intermediate, one.chosen * one.expert_intermediate + one.shared_intermediate)
+        for one in (layer.feed_forward for layer in model.layers)
+    )
 
 
 def memory_of(config: RunConfig) -> RunMemory | None:

@@ -101,8 +101,17 @@ def test_keys_and_values_grow_with_slots_and_context(model):
         for slots, context in ((64, 512), (128, 512), (64, 1024))
     ]
     token = 30 * 2 * 3 * 64 * 4
-    assert parts[1]["sampling"] - parts[0]["sampling"] == 64 * (512 * token + 3 * 4 * 49152)
-    assert parts[2]["sampling"] - parts[0]["sampling"] == 64 * 512 * token
+    sizes = (64 * 512, 128 * 512, 64 * 1024)
+    assert [part["cache"] for part in parts] == [size * token for size in sizes]
+    assert parts[1]["logits"] == 2 * parts[0]["logits"] == 128 * 5 * 4 * 49152
+
+
+def test_an_evaluator_reads_other_prompts_and_a_worker_those_of_groups(model):
+    rollout = {"context": 1024, "max_tokens": 24}
+    _, worker, evaluator = predicted(model, rollout=rollout, evaluate={"slots": 32}).processes
+    assert worker.parts["activations"] == 32 * 1024 * 2 * 576 * 4, "attention in decoding"
+    assert evaluator.parts["activations"] == 32 * 1000 * 4 * (3 * 1536 + 4 * 576)
+    assert worker.parts["version"] == 2 * PARAMETERS
 
 
 @pytest.mark.parametrize("train", [{"exporter": "f32"}, {"compute": "bfloat16"}, {"ranks": 2}])
