@@ -67,7 +67,7 @@ def test_settings_are_passed_on_and_credentials_are_not() -> None:
         *("DELTAWIRE_TOKEN", "DELTAWIRE_ADMIN_TOKEN", "DELTAWIRE_REPLICA_KEY"),
         *("DELTAWIRE_EPISODE", "DELTAWIRE_EPISODE_KEY_", "DELTAWIRE_RUN", "DELTAWIRE_LIVE_SECRET"),
         *("DELTAWIRE_VERSION", "DELTAWIRE_VERSION_DIR"),
-        *("DELTAWIRE_EVENT", "DELTAWIRE_REASON"),
+        *("DELTAWIRE_EVENT", "DELTAWIRE_REASON", "DELTAWIRE_FOLLOW", "DELTAWIRE_URL"),
     }
     assert {name for name in names if not _is_forwarded(name)} <= kept
     for name in (

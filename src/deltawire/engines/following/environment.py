@@ -17,9 +17,9 @@ MISSING = {
 
 
 def engine_python(engine: str) -> str:
-    """Returns the Python that runs ``engine``, by its package's name: the one that the environment
-    variable ``DELTAWIRE_ENGINE_PYTHON`` names, this one if it has the package, or that of a
-    ``.venv-engine`` in the same folder as this environment.
+    """Returns the Python that runs ``engine``, by its package's name: the one that a variable such
+    as ``DELTAWIRE_VLLM_PYTHON`` names, this one if it has the package, or that of a folder such as
+    ``.venv-vllm`` next to this environment.
 
     A run's configuration cannot name it, because the configuration comes from a bucket. Raises
     `InputError` if there is none.
