@@ -48,6 +48,8 @@ from deltawire.live.release.sequential_tests import ArrivalDifference, log_thres
 CANARIES = 2000
 FEW = 500
 BATCH = 50
+STRETCH = 2000
+"""Outcomes after which canaries that have ended are left out of a batch."""
 OUTCOMES = 24_000
 GOOD_WITHIN = 20_000
 RATE = 0.6
@@ -172,8 +174,46 @@ def _drawn(rng: np.random.Generator, world: str, means: Array) -> Array:
     return np.asarray(rng.binomial(answers, own) / answers)
 
 
-def _first(crossed: NDArray[np.bool_]) -> NDArray[np.int64]:
-    return np.where(crossed.any(axis=1), crossed.argmax(axis=1), NEVER)
+def _first(crossed: NDArray[np.bool_], begin: int) -> NDArray[np.int64]:
+    return np.where(crossed.any(axis=1), crossed.argmax(axis=1) + begin, NEVER)
+
+
+def _ends(
+    rng: np.random.Generator,
+    release: ReleaseConfig,
+    arms: Array,
+    values: Array,
+    shares: Array,
+    ripe: NDArray[np.bool_],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the outcomes before each canary is shown to harm, and before it is shown to be good;
+    `NEVER` for what is not shown before its end. Canaries that have ended are left out."""
+    budget, (size, count) = error_budget(release), arms.shape
+    metric = ArrivalDifference(tolerance=-release.margin, shape=(size,))
+    worse = ArrivalDifference(tolerance=0.0, sign=-1, shape=(size,))
+    guards = [
+        (GUARDED_RATES[name], ArrivalDifference(tolerance=most, shape=(size,)))
+        for name, most in release.guardrails.items()
+    ]
+    harm, good = np.full(size, NEVER), np.full(size, NEVER)
+    going = np.arange(size)
+    for begin in range(0, count, STRETCH):
+        part = slice(begin, begin + STRETCH)
+        z, y, s = arms[going, part], values[going, part], shares[going, part]
+        shown = metric.add(z, y, s) >= log_threshold(budget.promotion)
+        good[going] = _first(shown & ripe[going, part], begin)
+        crossed = worse.add(z, y, s) >= log_threshold(budget.rollback)
+        for rate, guard in guards:
+            touched = (rng.random(z.shape) < rate).astype(float)
+            crossed |= guard.add(z, touched, s) >= log_threshold(budget.guardrail)
+        harm[going] = _first(crossed, begin)
+        lasts = np.minimum(harm, good)[going] == NEVER
+        if not lasts.any():
+            break
+        going = going[lasts]
+        for test in (metric, worse, *(guard for _, guard in guards)):
+            test.keep(lasts)
+    return harm, good
 
 
 def simulate(
@@ -189,7 +229,7 @@ def simulate(
 ) -> Simulated:
     """Returns the ends of canaries whose candidate differs by ``change``, after at most ``count``
     outcomes. `VOTERS` vote if ``guess`` says how often they guess their arm right."""
-    rng, budget = np.random.default_rng(seed), error_budget(release)
+    rng = np.random.default_rng(seed)
     promoted, rolled_back, outcomes = [], [], []
     for begin in range(0, canaries, BATCH):
         size = min(BATCH, canaries - begin)
@@ -205,16 +245,7 @@ def simulate(
             arms, shares = (np.take_along_axis(one, ends, axis=1) for one in (arms, shares))
             values = np.take_along_axis(values, ends, axis=1)
             ripe = np.take_along_axis(ripe, ends, axis=1)
-        worse = ArrivalDifference(tolerance=0.0, sign=-1, shape=(size,))
-        harm = _first(worse.add(arms, values, shares) >= log_threshold(budget.rollback))
-        metric = ArrivalDifference(tolerance=-release.margin, shape=(size,))
-        shown = metric.add(arms, values, shares) >= log_threshold(budget.promotion)
-        good = _first(shown & ripe)
-        for name, most in release.guardrails.items():
-            touched = (rng.random(arms.shape) < GUARDED_RATES[name]).astype(float)
-            test = ArrivalDifference(tolerance=most, shape=(size,))
-            crossed = test.add(arms, touched, shares) >= log_threshold(budget.guardrail)
-            harm = np.minimum(harm, _first(crossed))
+        harm, good = _ends(rng, release, arms, values, shares, ripe)
         ended = np.minimum(harm, good)
         promoted.append(good < harm)
         rolled_back.append((harm <= good) & (ended != NEVER))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from benchmarks.live import canary
 from benchmarks.live.canary import GUARDED_RATES, WORLDS, chosen_worlds, kept_rates, simulate
 from benchmarks.training.keys import Options
 from deltawire.config.release import DEFAULT_GUARDRAILS, ReleaseConfig
@@ -74,3 +75,17 @@ def test_worlds_are_chosen_by_name_and_a_world_that_is_done_is_read(tmp_path):
 def test_canaries_are_simulated_with_all_guardrails():
     assert GUARDED_RATES.keys() == DEFAULT_GUARDRAILS.keys()
     simulate(ReleaseConfig(), 0.0, seed=1, canaries=2, count=300)
+
+
+def test_canaries_that_have_ended_are_left_out_without_a_change_of_the_others(monkeypatch):
+    """Small stretches leave canaries out early; one stretch leaves none out."""
+    facts = {"world": "sites", "canaries": 30, "count": 6000}
+    unguarded = ReleaseConfig(stages=[0.5], guardrails={})
+    ends = []
+    for stretch in (200, 6000):
+        monkeypatch.setattr(canary, "STRETCH", stretch)
+        ends.append(simulate(unguarded, 0.01, seed=6, **facts))
+    early, late = ends
+    assert 0 < early.promoted.sum() < 30, "some end, and some go on"
+    for one, other in zip(early, late, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -75,9 +75,13 @@ def test_the_wealth_of_arms_is_that_of_naive_bettors(tolerance, sign):
         parts += test.add(candidate[part], outcomes[part], shares[part]).tolist()
     assert parts == pytest.approx(expected)
     assert test.log_evidence == pytest.approx(expected[-1])
-    many = ArrivalDifference(tolerance=tolerance, sign=sign, shape=(2,))
-    twice = many.add(np.tile(candidate, (2, 1)), np.tile(outcomes, (2, 1)), shares)
-    assert twice[1] == pytest.approx(expected)
+    # Many canaries at once are multiplied row by row.
+    many = ArrivalDifference(tolerance=tolerance, sign=sign, shape=(30,))
+    paths = many.add(np.tile(candidate, (30, 1)), np.tile(outcomes, (30, 1)), shares)
+    assert paths[29] == pytest.approx(expected)
+    many.keep(np.arange(30) == 7)
+    assert many.log_evidence == pytest.approx(expected[-1:])
+    assert many.mean == pytest.approx(test.mean)
 
 
 def test_the_difference_of_arms_counts_each_time_alike():
