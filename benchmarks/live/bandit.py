@@ -3,8 +3,8 @@
 The learner's own code (records, join window, rewards, turns, caps, advantages) learns from
 simulated users in simulated time. In place of the model there is a table of logits, one for each
 kind of request and style of answer, which takes the policy gradient of the groups that the learner
-makes, or with the loss `KTO` the gradient of that against uniform answers. So true satisfaction is
-known without sampling, and a run takes seconds.
+makes, or with the losses `KTO` and `PAIRS` the gradient of those against uniform answers. So true
+satisfaction is known without sampling, and a run takes seconds.
 
 The attackers act together: they accept flattery and reject all else, report about every answer,
 ask `FACTOR` times as often as others, have answers of `LONG` tokens, which the loss weighs by
@@ -27,11 +27,14 @@ from numpy.typing import NDArray
 
 from benchmarks.training.keys import Measured, Options
 from deltawire.config import LossConfig, RunConfig, parse_config
+from deltawire.live.learning.edits import EditEncoder
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.records import LiveRecords
 from deltawire.store import Bucket, open_bucket
 from deltawire.testing.users import ANSWERS, STYLES, Population, UserSettings
+from deltawire.testing.users.population import style_of
 from deltawire.train.loss import LossInputs, Totals, policy_loss
+from deltawire.train.loss.preference import PairInputs, preference_loss
 from deltawire.wire import keys
 from deltawire.wire.captures import Capture, Feedback, encode_row, encode_segment
 from deltawire.wire.lineage import LearnedAnswer
@@ -42,7 +45,7 @@ RATE = 20
 LEARN_EVERY_S = 4
 GROUP = 32
 LEARNING_RATE = 0.25
-KTO_RATE = 4.0
+KTO_RATE, PAIR_RATE = 4.0, 8.0
 BEGAN = 1_000_000.0
 HONEST = UserSettings(users=200, kinds=4)
 FACTOR, LONG = 5.0, 20
@@ -53,6 +56,11 @@ KTO = {
     "surrogate": "kto", "advantage": "given", "aggregation": "seq_mean_token_mean",
     "kto": {"beta": 0.5},
 }  # fmt: skip
+PAIRS = {
+    "advantage": "given", "aggregation": "seq_mean_token_mean", "policy_coefficient": 0.0,
+    "preference": {"kind": "dpo", "beta": 0.5},
+}  # fmt: skip
+"""Learns from pairs only: users with `UserSettings.rewrites` send a better answer."""
 UNLIMITED: dict[str, Any] = {"user_cap": 1.0, "user_ratio": 0.0}
 
 
@@ -94,7 +102,8 @@ def learn(settings: UserSettings, config: RunConfig, *, seconds: int = SECONDS) 
     chance = np.random.default_rng((settings.seed, 23))
     logits = np.zeros((settings.kinds, len(STYLES)))
     records = LiveRecords(bucket)
-    maker = GroupMaker(config, records)
+    pairs = config.train.loss.preference.kind != "none"
+    maker = GroupMaker(config, records, edits=_StyleEdits() if pairs else None)
     attackers = {_pseudonym(u.name) for u in population.users if u.role == "cohort"}
     first = _satisfaction(population, logits)
     waiting: list[tuple[float, int, Feedback]] = []
@@ -116,8 +125,11 @@ def learn(settings: UserSettings, config: RunConfig, *, seconds: int = SECONDS) 
         store_rows(bucket, second, rows, due)
         records.poll()
         while second % LEARN_EVERY_S == 0 and (answers := maker.prepare(now, GROUP)) is not None:
-            step = _kto_step if config.train.loss.traits.good_or_bad else _step
-            step(logits, answers, records, config.train.loss)
+            if pairs:
+                _pair_step(logits, answers, maker, config.train.loss)
+            else:
+                step = _kto_step if config.train.loss.traits.good_or_bad else _step
+                step(logits, answers, records, config.train.loss)
             version += 1
             trained += len(answers)
             of_attackers += sum(one.user in attackers for one in answers)
@@ -159,7 +171,7 @@ def _serve(
     reports = [
         Feedback(
             **names, id=one.id, kind=one.kind, value=one.value, at=now + one.after_s,
-            received=now + one.after_s, served_at=now,
+            received=now + one.after_s, served_at=now, text=one.text,
         )
         for one in reactions
     ]  # fmt: skip
@@ -213,6 +225,52 @@ def _kto_step(
     assert table.grad is not None
     # The gradient of the loss is at most beta / 4 of a policy gradient's.
     logits -= KTO_RATE * table.grad.numpy() * len(logits)
+
+
+class _StyleEdits(EditEncoder):
+    """Encodes the better answer of an edit as its style, the token of this table."""
+
+    def __init__(self) -> None:
+        pass
+
+    def tokens(self, capture: Capture, report: Feedback) -> NDArray[np.int32]:
+        """Returns the style's number; empty if it is the served answer's."""
+        style = style_of(report.text)
+        if style is None or style == int(capture.token_ids[0]):
+            return np.zeros(0, np.int32)
+        return np.array([style], np.int32)
+
+
+def _pair_step(
+    logits: NDArray[np.float64],
+    answers: Sequence[LearnedAnswer],
+    maker: GroupMaker,
+    loss: LossConfig,
+) -> None:
+    """Takes one step of the trainer's own loss of pairs with a group, against uniform answers."""
+    table, count = torch.tensor(logits, requires_grad=True), len(answers)
+    captures = [maker.records.answers[one.answer] for one in answers]
+    better = [maker.better_answer(one.answer, one.edit) for one in answers]
+    kinds = [int(capture.prompt_ids[0]) for capture in captures]
+    styles = [int(one[0]) for one in better if one is not None and len(one)]
+    assert len(styles) == count, "only answers with an edit are chosen"
+    styles += [int(capture.token_ids[0]) for capture in captures]
+    logprobs_NC = table[kinds * 2].log_softmax(1).gather(1, torch.tensor(styles)[:, None])
+    better_NC = torch.zeros_like(logprobs_NC).detach()
+    better_NC[:count] = 1
+    weights_N = torch.tensor([one.weight for one in answers] + [0.0] * count)
+    pairs = PairInputs(
+        logprobs_NC,
+        1 - better_NC,
+        better_NC,
+        weights_N.double(),
+        torch.arange(count).repeat(2),
+        torch.full_like(logprobs_NC, -float(np.log(logits.shape[1]))).detach(),
+    )
+    totals = Totals(tokens=float(count), sequences=count, horizon=1)
+    preference_loss(loss.preference, pairs, totals).backward()  # type: ignore[no-untyped-call]
+    assert table.grad is not None
+    logits -= PAIR_RATE * table.grad.numpy() * len(logits)
 
 
 def store_rows(bucket: Bucket, number: int, rows: list[Capture], reports: list[Feedback]) -> None:

@@ -78,7 +78,8 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     in nats a token. ``clipped`` and ``rejected`` are shares of the tokens, ``kl`` is the mean
     penalty and ``entropy`` the mean entropy in nats, None if it was not computed
     (`deltawire.train.loss.PolicyLoss`); ``completion_length`` and the six fields after it are
-    those of `deltawire.train.statistics.GroupStatistics`. ``loss``, ``grad_norm`` and ``kl`` are
+    those of `deltawire.train.statistics.GroupStatistics`. ``pairs`` counts served answers with a
+    better one, None in a run that does not train on pairs. ``loss``, ``grad_norm`` and ``kl`` are
     None if they were not finite; without a ``grad_norm`` the step changed no weight.
     """
 
@@ -105,6 +106,7 @@ class Step(_Event, tag="step", frozen=True, kw_only=True):
     truncated: float = 0.0
     reward_spread: float = 0.0
     zero_advantage: float = 0.0
+    pairs: int | None = None
     thinking_length: float | None = None
     forced_share: float | None = None
     reused_length: float = 0.0

@@ -56,6 +56,10 @@ class LiveConfig(Section, frozen=True, kw_only=True):
     user_ratio: Annotated[float, Meta(ge=0, le=1e6)] = 1.5
     """Most answers of one user over those of the median user, in the last 32 groups; 0 is no
     limit."""
+    stop_effective_share: Fraction = 0.1
+    """The trainer stops once the effective sample size of the importance ratios is below this share
+    of the tokens in three steps in a row; 0 never stops. For runs with ``train.loss.advantage =
+    "given"``."""
     planted: dict[Literal["gate", "users"], Count] = {}
     """Versions that the trainer spoils before it publishes them, to show that releases stop them:
     ``gate`` one that held-out suites see, ``users`` one that only users see. Simulated users only

@@ -61,6 +61,7 @@ RESUMABLE: Final[dict[str, str]] = {
     "evaluate.every": "start",
     "evaluate.samples": "start",
     "evaluate.slots": "start",
+    "live.stop_effective_share": "start",
     "budget.stop_when": "step",
     "budget.measure": "step",
     "probes.action": "step",

@@ -333,6 +333,23 @@ FIGURES: Final = (
         lambda step: step.zero_advantage,
         metric="zero_advantage_share",
     ),
+    _of_step(
+        "pairs",
+        "",
+        "Pairs of a served and a better answer, newest step",
+        lambda step: step.pairs,
+        metric="preference_pairs",
+    ),
+    Figure(
+        "pairs_total",
+        "",
+        "Pairs of a served and a better answer that were trained on",
+        lambda state: (
+            sum(step.pairs or 0 for step in state.steps.values())
+            if any(step.pairs is not None for step in state.steps.values())
+            else None
+        ),
+    ),
     _of_step("tokens", "", "Tokens of the newest step", lambda step: step.tokens),
     Figure("tokens_total", "", "Tokens trained on", _total(lambda step: step.tokens)),
     _of_step("groups", "", "Groups of the newest step", lambda step: step.groups),

@@ -308,6 +308,7 @@ REPORTED = (
     "truncated",
     "reward_spread",
     "zero_advantage",
+    "pairs_total",
     "heldout_reward",
     "bytes_total",
     "tokens_total",

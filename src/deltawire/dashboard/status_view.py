@@ -131,6 +131,7 @@ def _figures(status: RunStatus) -> Table:
             f"{_text('reward_spread', status)}, {_text('zero_advantage', status)} of groups equal",
         ),
         *_thinking(status),
+        *_pairs(status),
         (
             "loss",
             f"{_text('loss', status)}, entropy {_text('entropy', status)}",
@@ -330,6 +331,20 @@ def _counts(title: str, counts: dict[str, int] | dict[str, str]) -> Table:
     for cause, count in list(counts.items())[:MAX_ROWS]:
         table.add_row(Text(legible(cause, 90)), str(count))
     return table
+
+
+def _pairs(status: RunStatus) -> list[tuple[str, str, str, str]]:
+    """A row on pairs of answers; none in a run that does not train on them."""
+    if status.pairs_total is None:
+        return []
+    return [
+        (
+            "pairs",
+            f"{figure(status.pairs)} in the newest step",
+            "pairs trained on",
+            figure(status.pairs_total),
+        )
+    ]
 
 
 def _thinking(status: RunStatus) -> list[tuple[str, str, str, str]]:

@@ -303,9 +303,11 @@ class LiveStack:
             return ["--replica", one.url()]
         start = ReleaseOptions(trust=ReaderTrust(), version=0, reason="the demo begins", by="demo")
         take_decision(bucket.url, "promote", start)
+        # For the version that serves, the candidate, and the hold-back version if there is one.
+        count = 3 if self.config.live.release.hold_back else 2
         started = [
             self._command("replica", bucket.url, "--port", "0", "--hold", log=f"replica-{number}")
-            for number in range(2)
+            for number in range(count)
         ]
         self._command("live", "decide", bucket.url, "--by", "demo", log="decider")
         return [word for one in started for word in ("--replica", one.url())]

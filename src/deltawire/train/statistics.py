@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from deltawire.config import RunConfig
 from deltawire.wire.rollouts import Group
+
+
+def pairs_of(groups: Sequence[Group], config: RunConfig) -> int | None:
+    """Returns the number of pairs of a served and a better answer that a step trains on; None in a
+    run that does not train on pairs."""
+    if config.train.loss.preference.kind == "none":
+        return None
+    return sum(t.better is not None for group in groups for _, _, t in group.trained())
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,15 @@ def test_the_bandit_learns_what_honest_users_like():
     assert learned.of_attackers == 0
 
 
+def test_the_bandit_learns_from_edits_only():
+    users = msgspec.structs.replace(bandit.HONEST, rewrites=0.6)
+    learned = bandit.learn(users, bandit.config_of(bandit.PAIRS), seconds=60)
+    assert learned.trained >= bandit.GROUP
+    assert learned.gain > 0.1
+    without = bandit.learn(bandit.HONEST, bandit.config_of(bandit.PAIRS), seconds=30)
+    assert (without.trained, without.gain) == (0, 0), "no user sent an edit"
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 def test_a_long_answer_has_no_more_of_the_gradient_than_the_cap(aggregation):
     assert largest_share(0, 20, aggregation) <= 1.01 * CAP

@@ -5,12 +5,16 @@ import re
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from deltawire.cli.main import main
+from deltawire.config import load_config
 from deltawire.dashboard.simulation import Simulated, lines_of, report_of, write_simulation
+from deltawire.launch import simulate as simulate_module
+from deltawire.launch.simulate import LiveStack, SimulationOptions
 from deltawire.store import open_bucket
 from deltawire.testing.users import Population
 from deltawire.testing.users.driver import DriveResult, ServedNote
@@ -191,3 +195,24 @@ def test_a_failure_is_said_and_ends_with_a_code(tmp_path, monkeypatch, capsys):
         said = capsys.readouterr()
         assert said.err == "failed: users are less satisfied: 0.824 → 0.184\n"
         assert "less satisfied" not in said.out
+
+
+@pytest.mark.parametrize(("hold_back", "count"), [(0.0, 2), (0.05, 3)])
+def test_a_hold_back_version_has_a_replica(tmp_path, monkeypatch, hold_back, count):
+    config = load_config(Path(EXAMPLE))
+    release = msgspec.structs.replace(config.live.release, hold_back=hold_back)
+    live = msgspec.structs.replace(config.live, release=release)
+    stack = LiveStack(
+        msgspec.structs.replace(config, live=live), Path(EXAMPLE), SimulationOptions(out=tmp_path)
+    )
+    started = []
+
+    def command(name, *arguments, log=""):
+        started.append(name)
+        return SimpleNamespace(url=lambda: f"http://replica-{len(started)}")
+
+    monkeypatch.setattr(stack, "_command", command)
+    monkeypatch.setattr(simulate_module, "take_decision", lambda *_: None)
+    arguments = stack._replicas(open_bucket("memory://"))
+    assert started.count("replica") == arguments.count("--replica") == count
+    assert started.count("live") == 1

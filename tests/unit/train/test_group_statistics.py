@@ -1,5 +1,6 @@
 """Figures of a step's groups, and the masking of episodes that were cut off."""
 
+from dataclasses import replace
 from statistics import stdev
 
 import numpy as np
@@ -8,9 +9,9 @@ import torch
 
 from deltawire.config import LossConfig, parse_config
 from deltawire.train.batch import collate
-from deltawire.train.statistics import GroupStatistics
+from deltawire.train.statistics import GroupStatistics, pairs_of
 from deltawire.train.step import advantages_of, batch_loss, totals_of
-from deltawire.wire.rollouts import Group, Reuse, Thinking, Trajectory
+from deltawire.wire.rollouts import BetterAnswer, Group, Reuse, Thinking, Trajectory
 
 
 def trajectory(tokens, reward, finish="stop", *, episode=-1, cause=""):
@@ -108,3 +109,16 @@ def test_thinking_and_reused_tokens_are_counted():
     assert found.reused_length == pytest.approx(5 / 3)
     assert found.completion_length == pytest.approx((6 + 3 + 2) / 3)
     assert GroupStatistics().thinking_length is None
+
+
+def test_pairs_are_counted_where_a_run_trains_on_them():
+    better = BetterAnswer(np.array([1], np.int32), 1.0)
+    rows = [
+        replace(trajectory(3, 1.0, episode=0), better=better),
+        trajectory(3, 0.0, episode=1),
+        replace(trajectory(3, 0.0, episode=2, cause="it failed"), better=better),
+    ]
+    for kind, expected in (("dpo", 1), ("none", None)):
+        loss = {"advantage": "given", "preference": {"kind": kind}}
+        config = parse_config({"name": "t", "train": {"loss": loss}}, source="test")
+        assert pairs_of([group(*rows)], config) == expected

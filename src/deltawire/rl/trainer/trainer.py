@@ -59,6 +59,7 @@ from deltawire.rl.trainer.leader import Leader
 from deltawire.rl.trainer.orders import Orders, Train
 from deltawire.rl.trainer.parity_recheck import ParityRecheck
 from deltawire.rl.trainer.progress_alarm import ProgressAlarm
+from deltawire.rl.trainer.ratio_stop import RatioStop
 from deltawire.rl.trainer.resume import groups_of, metadata_at
 from deltawire.rl.trainer.rollbacks import RollbackWatch
 from deltawire.rl.trainer.settings import moved_settings
@@ -72,7 +73,7 @@ from deltawire.sync import (
 )
 from deltawire.train.arithmetic import arithmetic_of
 from deltawire.train.checkpoint import checkpoint_versions
-from deltawire.train.statistics import GroupStatistics
+from deltawire.train.statistics import GroupStatistics, pairs_of
 from deltawire.train.step import StepResult
 from deltawire.wire.decisions import Decision
 from deltawire.wire.ledger import CommitMetadata, ranges_of
@@ -102,6 +103,7 @@ class Trainer(Leader[StepResult]):
         self._steps = GroupSteps(process.bucket, run, config)
         self.alarm = ProgressAlarm(process.events.record)
         self.stop_rule = StopRule(process.bucket, config, process.events.record)
+        self.ratios = RatioStop(config)
         self.controller = BudgetFollower(process.bucket, config)
         super().__init__(process, run, config, model, self._steps, signer=signer, orders=orders)
         self.ledger = self.rank.ledger
@@ -349,6 +351,7 @@ class Trainer(Leader[StepResult]):
                 kl=known(result.kl),
                 entropy=known(result.entropy),
                 **asdict(GroupStatistics.of(groups, batch.parts)),
+                pairs=pairs_of(groups, self.config),
                 families=families_of(batch),
                 causes=causes_of(batch),
                 failures=failures_of(batch),
@@ -424,11 +427,14 @@ class Trainer(Leader[StepResult]):
                 parity, process=self.process.name, at=time.time(), version=version, names=names
             )
         )
-        if parity.stopped:
+        try:
+            parity.raise_if_stopped(run=self.bucket.url, version=version)
+            self.ratios.step(parity.drift, run=self.bucket.url, version=version)
+        except StoppedError:
             self.process.events.flush()
             self.publisher.flush()
             self.credits.write("stopped")
-            parity.raise_if_stopped(run=self.bucket.url, version=version)
+            raise
 
     def _watch_probes(self, batch: Batch) -> None:
         """Compare rewards with probes; raises `StoppedError` if that stops the run."""

@@ -203,9 +203,11 @@ class UserDriver:
         return "".join(parts), receipt
 
     async def _report(self, receipt: str, reaction: Reaction, *, repeated: bool) -> None:
-        body = {
+        body: dict[str, Any] = {
             "receipt": receipt, "kind": reaction.kind, "value": reaction.value, "id": reaction.id,
         }  # fmt: skip
+        if reaction.text:
+            body["text"] = reaction.text
         for attempt in range(REPORT_ATTEMPTS):
             try:
                 await self._client.post("/feedback", body=body, cast_to=object)

@@ -49,7 +49,9 @@ class UserSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How many users there are, and what they do.
 
     ``silence`` and ``edit`` are the shares of answers that are not reported about, and reported
-    about by an edit. Delays are exponential; their means depend on the outcome. ``duplicates`` is
+    about by the share that they keep. Of the answers that users dislike, they correct the share
+    ``rewrites``: the report is an edit with the text of the style that they like most. Delays are
+    exponential; their means depend on the outcome. ``duplicates`` is
     the share of reports that are sent twice. ``liars`` report the opposite of what they think;
     members of the ``cohort`` accept flattery, reject all else, never stay silent and ask
     ``cohort_factor`` times as often as others. From ``drift_s`` to twice that, tastes move to those
@@ -63,6 +65,7 @@ class UserSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     spread: _Share = 0.1
     silence: _Share = 0.25
     edit: _Share = 0.15
+    rewrites: _Share = 0.0
     accept_delay_s: _Delay = 1.0
     reject_delay_s: _Delay = 3.0
     edit_delay_s: _Delay = 5.0
@@ -105,12 +108,13 @@ class SimulatedRequest:
 @dataclass(frozen=True)
 class Reaction:
     """One report that a user sends about an answer, ``after_s`` seconds after it. A duplicate has
-    the ``id`` of the report that it repeats."""
+    the ``id`` of the report that it repeats; ``text`` is the better answer of an edit."""
 
-    kind: Literal["accept", "reject", "kept_share"]
+    kind: Literal["accept", "reject", "kept_share", "edit"]
     value: float
     after_s: float
     id: str
+    text: str = ""
 
 
 @dataclass
@@ -202,22 +206,42 @@ class Population:
             taste = 0.98
         if user.role == "liar":
             taste = 1.0 - taste
-        return self._reports(request, float(outcome < taste), bool(how < s.edit), wait, again)
+        liked = float(outcome < taste)
+        better = "" if liked or how < 1.0 - s.rewrites else self._preferred(request, at)
+        if better == answer.strip():
+            better = ""
+        return self._reports(request, liked, bool(how < s.edit), wait, again, better)
+
+    def _preferred(self, request: SimulatedRequest, at: float) -> str:
+        """Return the text of the style that the user likes most; of liars, least."""
+        user, kind = request.user, request.kind
+        if user.role == "gullible":
+            return ANSWERS[FLATTERY]
+        tastes = self.tastes(at)[kind] - self._mean_own[kind] + user.own[kind]
+        return ANSWERS[STYLES[int(tastes.argmin() if user.role == "liar" else tastes.argmax())]]
 
     def _reports(
-        self, request: SimulatedRequest, liked: float, edits: bool, wait: float, again: float
+        self,
+        request: SimulatedRequest,
+        liked: float,
+        edits: bool,
+        wait: float,
+        again: float,
+        better: str = "",
     ) -> list[Reaction]:
         s = self.settings
-        kind: Literal["accept", "reject", "kept_share"] = "accept" if liked else "reject"
+        kind: Literal["accept", "reject", "kept_share", "edit"] = "accept" if liked else "reject"
         mean_s, value = s.accept_delay_s if liked else s.reject_delay_s, 1.0
-        if edits:  # Half of what is disliked is still kept, and almost all of what is liked.
+        if better:
+            kind, mean_s = "edit", s.edit_delay_s
+        elif edits:  # Half of what is disliked is still kept, and almost all of what is liked.
             kind, mean_s, value = "kept_share", s.edit_delay_s, 0.95 if liked else 0.3
         after_s = float(-np.log1p(-wait) * mean_s)
-        first = Reaction(kind, value, after_s, f"sim-{s.seed}-{request.number}")
+        first = Reaction(kind, value, after_s, f"sim-{s.seed}-{request.number}", better)
         if again >= s.duplicates:
             return [first]
         late = float(again / s.duplicates * DUPLICATE_WITHIN_S)
-        return [first, Reaction(kind, value, after_s + late, first.id)]
+        return [first, Reaction(kind, value, after_s + late, first.id, better)]
 
     def arrivals(self, rate: float) -> Iterator[float]:
         """Yields the seconds at which requests come, from 0: a Poisson process of ``rate`` a

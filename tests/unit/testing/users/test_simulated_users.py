@@ -127,3 +127,27 @@ def test_the_command_refuses_wrong_settings(capsys, monkeypatch):
 
 def test_settings_are_plain_values():
     assert msgspec.convert(msgspec.to_builtins(UserSettings()), UserSettings) == UserSettings()
+
+
+def test_users_correct_a_share_of_the_answers_that_they_dislike():
+    users = population(silence=0.0, edit=0.2, rewrites=0.5, gullible=0.1, liars=0.1)
+    before = population(silence=0.0, edit=0.2, gullible=0.1, liars=0.1)
+    seen, best = Counter(), Counter()
+    for number in range(4000):
+        request = users.request(number)
+        found = users.reactions(request, PRAISE)[0]
+        seen[found.kind] += 1
+        plain = before.reactions(before.request(number), PRAISE)[0]
+        if found.kind != "edit":
+            assert found == plain, "other reports stay as they are"
+            continue
+        assert plain.kind in ("reject", "kept_share")
+        best[request.user.role] += style_of(found.text) == users.tastes()[request.kind].argmax()
+        assert found.text != PRAISE
+    assert seen["edit"] / (seen["edit"] + seen["reject"]) == pytest.approx(0.6, abs=0.05)
+    assert best["honest"] > 0.9 * (seen["edit"] - best["honest"])
+    assert best["liar"] == 0
+    best_style = ANSWERS[STYLES[users.tastes()[0].argmax()]]
+    for number in range(200):
+        request = users.request(number)
+        assert all(r.text != best_style for r in users.reactions(request, best_style))
