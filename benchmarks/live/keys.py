@@ -32,6 +32,9 @@ KEYS: Final[dict[str, Key]] = {
     "lagged_gain": Key(
         "lagged", ">=", 0.2, "gain of satisfaction from answers 6 to 12 versions old, worst seed"
     ),
+    "lagged_seeds": Key(
+        "lagged", ">=", 18, "of 20 seeds, those that gain at least 0.1 from such answers"
+    ),
     "attack_shift": Key(
         "bandit", "<=", 0.1, "share of the honest gain that 10 % of users take who lie together"
     ),

@@ -58,7 +58,7 @@ class LiveConfig(Section, frozen=True, kw_only=True):
     limit."""
     stop_effective_share: Fraction = 0.1
     """The trainer stops once the effective sample size of the importance ratios is below this share
-    of the tokens in three steps in a row; 0 never stops. For runs with ``train.loss.advantage =
+    of the tokens in three of 32 steps; 0 never stops. For runs with ``train.loss.advantage =
     "given"``."""
     planted: dict[Literal["gate", "users"], Count] = {}
     """Versions that the trainer spoils before it publishes them, to show that releases stop them:

@@ -127,8 +127,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None
     reward_spread: float | None
     zero_advantage: float | None
-    pairs: float | None
-    pairs_total: float | None
+    pairs: float | None = None
+    pairs_total: float | None = None
     completion_length: float | None
     truncated: float | None
     entropy: float | None

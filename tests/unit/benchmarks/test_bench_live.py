@@ -10,6 +10,7 @@ from benchmarks.live.delays import lost_rejections
 from benchmarks.live.freshness import lag_of
 from benchmarks.live.influence import CAP, largest_share
 from benchmarks.live.keys import KEYS, PACKAGE
+from benchmarks.live.lagged import kept_gain
 from benchmarks.training.keys import Options, choose_keys
 from deltawire.cli.main import build_parser
 from deltawire.dashboard.simulation import SimulationReport
@@ -63,6 +64,19 @@ def test_the_bandit_learns_what_honest_users_like():
     assert learned.trained >= 10 * bandit.GROUP
     assert learned.gain > 0.05
     assert learned.of_attackers == 0
+
+
+def test_a_seed_of_the_lagged_sweep_is_measured_once(tmp_path):
+    asked = []
+
+    def gain(seed):
+        asked.append(seed)
+        return 0.25 + seed
+
+    found = [kept_gain(seed, str(tmp_path / "out"), gain) for seed in (1, 2, 1)]
+    assert (found, asked) == ([1.25, 2.25, 1.25], [1, 2])
+    assert kept_gain(1, "", gain) == 1.25
+    assert asked == [1, 2, 1], "nothing is kept without a folder"
 
 
 def test_the_bandit_learns_from_edits_only():

@@ -17,7 +17,7 @@ PROBLEMS, SAMPLES = 6, 2
 
 
 def measured(monkeypatch, byte_tokenizer, **release):
-    """What an evaluator measures, and how many answers each set of tasks was asked for."""
+    """Returns the scores, and the number of answers and the temperature of each call."""
     values = {
         "name": "run",
         "model": {"build": {"layers": 1, "hidden_size": 32}},
