@@ -5,7 +5,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deltawire import _native, codec
@@ -105,6 +105,7 @@ def check_delta(base, target, name, columns):
 
 @settings(deadline=None, max_examples=40)
 @given(st.one_of(pairs(), weights()), COLUMNS)
+@example((*large(2999, 0.3, 7), "BF16"), 64)
 def test_delta_equals_reference(both, columns):
     check_delta(*both, columns)
 
@@ -170,11 +171,13 @@ def check_anchor(bits, name):
     assert np.array_equal(decode_full_reference(payload, bits.size, bits.itemsize), bits)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=50)
 @given(st.one_of(pairs(), weights()))
+@example((*large(2999, 0.3, 7), "BF16"))  # Few that are drawn are as long.
 def test_anchor_equals_reference(both):
-    _, target, name = both
-    check_anchor(target, name)
+    base, target, name = both
+    for bits in (base, target):
+        check_anchor(bits, name)
 
 
 @settings(deadline=None, max_examples=50)
