@@ -16,8 +16,10 @@ from unittest import mock
 import leases
 import ledgers
 import worlds
+from compactions import compaction
 from exploring import Bounds, Found, World, explore
 from ledgers import consumption
+from ranks import ranks
 from relays import relays
 from stepping import ScriptedBucket
 
@@ -26,7 +28,8 @@ from deltawire.runtime.lease import Lease
 from deltawire.sync.chain import gc_intents, history, retention, tags
 from deltawire.sync.chain.evidence import Absent, Sound, listed_twice
 from deltawire.sync.maintain.relay import Relay
-from deltawire.sync.publish import commit
+from deltawire.sync.publish import commit, sharded
+from deltawire.sync.publish import compaction as compacting
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
@@ -68,6 +71,10 @@ _read = partial(worlds.deletions, reading=True)
 _blobs = partial(worlds.deletions, whole=False)
 _stalls = partial(worlds.deletions, whole=False, stalls=True)
 
+_compacted = partial(compaction, whole=False)
+_twice = partial(ranks, sessions=("old", "new"))
+_deleted = partial(ranks, deleting=True)
+
 CASES = [
     Case("one writer", _writers([11, 21]), Bounds(1), small=True),
     Case("two writers", _writers([11], [12]), Bounds(1), small=True),
@@ -96,6 +103,25 @@ CASES = [
     Case("a relay, a writer, a reader", partial(relays, reading=True), Bounds(), small=True),
     Case("a relay, a writer", relays, Bounds(1)),
     Case("two relays, a writer", partial(relays, count=2), Bounds()),
+    Case("compaction, deletion of blobs", _compacted, Bounds(), small=True),
+    Case("compaction, retention, a reader", partial(compaction, reading=True), Bounds()),
+    Case(
+        "compaction, deletion of blobs, a reader, bad answers",
+        partial(_compacted, reading=True),
+        Bounds(1, kinds=BAD),
+    ),
+    Case(
+        "two compactors, deletion of blobs, no answer",
+        partial(_compacted, count=2),
+        Bounds(1, kinds=NO_ANSWER),
+    ),
+    Case("compaction, late deletions, time", _compacted, Bounds(1, 3, LATE)),
+    Case("two ranks", ranks, Bounds(1), small=True),
+    Case("two ranks, another trainer", partial(ranks, alone=True), Bounds(1)),
+    Case("two ranks, twice", _twice, Bounds()),
+    Case("two ranks, twice, no answer", _twice, Bounds(1, kinds=NO_ANSWER)),
+    Case("two ranks, deletion of blobs, bad answers", _deleted, Bounds(1, kinds=BAD)),
+    Case("two ranks, deletion of blobs, no answer", _deleted, Bounds(1, kinds=NO_ANSWER)),
     Case("consumption", consumption, Bounds(), small=True),
     Case("consumption, groups deleted", partial(consumption, trims=True), Bounds()),
     Case("consumption of one group", partial(consumption, groups=1, steps=1), Bounds(1)),
@@ -176,6 +202,15 @@ def _run_looked_at_once(self: commit.VersionWriter) -> None:
         raise InputError("run.json has disappeared")
 
 
+def _believed(_bucket: Any, _key: str, read: Callable[[], Any]) -> Any:
+    return read()
+
+
+def _deleted_is_foreign(*args: Any, **more: Any) -> bytes:
+    return _AGREED(*args, **more) or b"deleted"
+
+
+_AGREED = sharded.require_agreed
 _UPDATE = retention._References.update
 
 _two = _writers([11], [12])
@@ -266,6 +301,22 @@ BROKEN = [
     Broken(
         "a relay that does not check what it copies", relays, Bounds(1, kinds=BAD),
         "is not what the source has", (_patch(Relay, "_run_at_source", _unchecked),),
+    ),
+    Broken(
+        "a compactor that does not look for its blobs", _compacted, Bounds(), "lacks a blob",
+        (_patch(compacting, "blobs_stay", lambda *_, **__: True),),
+    ),
+    Broken(
+        "ranks that do not look for their blobs", _deleted, Bounds(), "was deleted",
+        (_patch(commit.VersionWriter, "confirm", lambda *_: None),),
+    ),
+    Broken(
+        "a leader that takes one answer for the truth", ranks, Bounds(1), "nobody else wrote",
+        (_patch(sharded, "read_again", _believed),),
+    ),
+    Broken(
+        "a rank that takes a part which the leader deleted for another's", ranks, Bounds(1),
+        "nobody else wrote", (_patch(sharded, "require_agreed", _deleted_is_foreign),),
     ),
     Broken(
         "a trainer that does not read what was consumed", consumption, Bounds(), "consumed twice",

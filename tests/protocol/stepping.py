@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from deltawire.store import Bucket, ObjectMeta, retrying
 from deltawire.sync.chain import gc_intents
 from deltawire.sync.maintain.region_anchors import RegionAnchors
 from deltawire.sync.publish import interpreter_exit
+from deltawire.sync.publish.sharded import ShardPublisher
 
 URL = "memory://protocol"
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -41,9 +43,15 @@ DAMAGED = "damaged"
 AT_EXIT = ("opened", "staged", "told", "committed", "closed")
 """Functions by which publishers tell the end of the interpreter, which does not come here."""
 
-POLLING_LOOPS = frozenset({gc_intents._wait_for.__code__})
-"""Functions that poll until something changes and keep nothing from one poll to the next. A process
-that sleeps there is where it was before the poll, so its position is that one."""
+POLLING_LOOPS = {
+    gc_intents._wait_for.__code__: lambda _: True,
+    ShardPublisher._await_manifest.__code__: lambda _: True,
+    # A leader keeps the parts that it has read.
+    ShardPublisher._await_parts.__code__: lambda poll: {one.verb for one in poll} == {"list"},
+}
+"""Functions that poll until something changes, and whether they keep nothing from a poll with some
+requests. A process that sleeps after such a poll is where it was before the poll, so its position
+is that one."""
 
 
 def moment(clock: int) -> datetime:
@@ -103,8 +111,9 @@ class ScriptedBucket(Bucket):
         super().__init__(None, URL, local=True)  # type: ignore[arg-type]
         self.answers = answers
         self.requests: list[Request] = []
-        self.looping: list[bool] = []
-        """For each request, whether it was made in a polling loop."""
+        self.polled_from = 0
+        """The number of the first request of this poll, in a polling loop."""
+        self._loop: FrameType | None = None
         self.pending: Request | None = None
         self.slept = False
         self.notes: list[Any] = []
@@ -126,7 +135,8 @@ class ScriptedBucket(Bucket):
         request = Request(verb, key, data, after, sure)
         at = len(self.requests)
         self.requests.append(request)
-        self.looping.append(_in_loop())
+        if (loop := _loop()) is not self._loop:
+            self._loop, self.polled_from = loop, at
         assert at < MOST_REQUESTS, f"a process made {at} requests: {self.requests[-8:]}"
         if at == len(self.answers):
             self.pending = request
@@ -146,9 +156,14 @@ class ScriptedBucket(Bucket):
         return float(self.checked)
 
     def sleep(self, seconds: float = 0.0) -> None:
-        if len(self.requests) == len(self.answers) and _calls_from_loop():
+        loop = sys._getframe(2)  # The caller of `_Running.sleep`.
+        if self.pending is not None or self.slept or loop.f_code not in POLLING_LOOPS:
+            return
+        poll = self.requests[self.polled_from :]
+        if len(self.requests) == len(self.answers) and POLLING_LOOPS[loop.f_code](poll):
             self.slept = True
             raise _Pause
+        self.polled_from = len(self.requests)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         return self.ask("get", key)
@@ -195,18 +210,12 @@ class ScriptedBucket(Bucket):
         """New connections give the same answers here: the explorer damages any of them."""
 
 
-def _calls_from_loop() -> bool:
-    """Returns whether a polling loop itself sleeps, and not code that it calls."""
-    return sys._getframe(3).f_code in POLLING_LOOPS
-
-
-def _in_loop() -> bool:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in POLLING_LOOPS:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+def _loop() -> FrameType | None:
+    """Returns the polling loop that makes a request, if there is one."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code not in POLLING_LOOPS:
+        frame = frame.f_back
+    return frame
 
 
 class Process:
@@ -256,10 +265,9 @@ class Process:
         position.notes = tuple(bucket.notes)
         position.checked = bucket.checked
         if bucket.slept:
-            first = bucket.looping.index(True)
-            at = position
-            while at is not None and len(at.answers()) > first:
-                at = at.above  # type: ignore[assignment]
+            at: Position | None = position
+            while at is not None and len(at.answers()) > bucket.polled_from:
+                at = at.above
             position.repeats = at
             return position
         position.request = bucket.pending

@@ -12,7 +12,7 @@ from exploring import FENCED, World
 from stepping import Process, ScriptedBucket
 
 from deltawire import codec
-from deltawire.errors import CorruptError, FencedError, InputError, RetryError
+from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import Mirror, Publisher, create_run, load_mirror
 from deltawire.sync.chain.gc_intents import delete_blobs, drop_dead_intents, store_clock
@@ -26,16 +26,22 @@ from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest, decode_manifest
 from deltawire.wire.run import Run, TensorSpec
 
-SPECS = [TensorSpec("w", (4,), "BF16")]
+CHUNK = 4
 Weights = dict[str, Any]
 
 
-def weights(value: int) -> Weights:
-    """A model of four numbers."""
-    return {"w": np.array([value, value + 1, 3 * value, 7], np.uint16)}
+Model = int | tuple[int, ...]
+"""The number that the four of a chunk follow from, or one for each of several chunks."""
 
 
-def mirror_of(version: int, value: int) -> Mirror:
+def weights(value: Model) -> Weights:
+    """A model of four numbers a chunk."""
+    chunks = value if isinstance(value, tuple) else (value,)
+    bits = [bits for one in chunks for bits in (one, one + 1, 3 * one, 7)]
+    return {"w": np.array(bits, np.uint16)}
+
+
+def mirror_of(version: int, value: Model) -> Mirror:
     found = weights(value)
     return Mirror(found, version, codec.digest_model(found))
 
@@ -43,14 +49,19 @@ def mirror_of(version: int, value: int) -> Mirror:
 class History:
     """A run with some versions, as its objects; ``values`` are the models of its versions."""
 
-    def __init__(self, values: Sequence[int], *, anchor_every: int = 1000) -> None:
+    def __init__(self, values: Sequence[Model], *, anchor_every: int = 1000) -> None:
         bucket = open_bucket("memory://")
-        first = codec.digest_model(weights(values[0])).hex()
+        first = weights(values[0])
         described = Run(
-            id="ab" * 16, name="r", created_at=1.0, tensors=SPECS, digest=first, chunk=4
+            id="ab" * 16,
+            name="r",
+            created_at=1.0,
+            tensors=[TensorSpec("w", first["w"].shape, "BF16")],
+            digest=codec.digest_model(first).hex(),
+            chunk=CHUNK,
         )
         self.run = create_run(bucket, described)
-        blank = Mirror({"w": np.zeros(4, np.uint16)}, -1, codec.ZERO)
+        blank = Mirror({"w": np.zeros_like(first["w"])}, -1, codec.ZERO)
         self.values = list(values)
         self.bucket = bucket
         with publisher_of(bucket, self.run, blank, epoch=0, anchor_every=anchor_every) as publisher:
@@ -114,7 +125,7 @@ def publish(bucket: ScriptedBucket, publisher: Publisher, name: str, values: Seq
             raise AssertionError("a fenced publisher published") from None
         except CommittedLateError:
             return
-        except InputError as error:
+        except (InputError, ResyncError) as error:
             bucket.note("refused", error.message)
             return
         bucket.note("committed", version, name)

@@ -248,6 +248,7 @@ OTHER = {
     "live.rewards": {"score": 0.5},
     "live.silent": 0.0,
     "train.masters": "published",
+    "train.final_checkpoint": "always",
     "train.packing": "off",
     "train.activation_checkpointing": "full",
     "train.also_publish": ["fp8-block"],

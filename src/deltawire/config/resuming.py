@@ -38,6 +38,7 @@ RESUMABLE: Final[dict[str, str]] = {
     "train.activation_checkpointing": "step",
     "train.max_failed_groups": "step",
     "train.checkpoint_every": "step",
+    "train.final_checkpoint": "step",
     "train.anchor_every": "step",
     "train.adapter.merge_floor": "step",
     "train.compaction": "step",

@@ -248,6 +248,10 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """Also make compacted deltas over longer strides, for readers that lag far behind the trainer.
     This takes a core and a model's memory, and helps if few weights change in a step."""
     checkpoint_every: Count = 20
+    final_checkpoint: Literal["auto", "always", "never"] = "auto"
+    """Store the trainer's state when the run completes. With ``auto`` a run of fewer than
+    ``checkpoint_every`` versions stores none of more than 256 MiB: a run that continues, or a fork,
+    computes those steps again, as after a crash. A stopped run always stores one."""
     dropout: bool = False
     """Train with the model's dropout. Without it the trainer computes the policy that samples; the
     reference of a KL penalty never uses dropout."""

@@ -154,6 +154,8 @@ class LiveView:
         return state.bytes_full or self.bytes_full
 
     def _warm_words(self, state: RunState) -> str:
+        if sampled := _sampled_words(state):
+            return sampled
         if (warm := state.last_warm) is None:
             return "starting"
         of = f"/{self.warm_steps}" if self.warm_steps else ""
@@ -368,10 +370,29 @@ def _closing_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
             ),
         ),
     ]
-    warnings: list[tuple[str, RenderableType]] = [
-        ("warning", Text(legible(words, 400), "yellow")) for words in summary.warnings
+    return [
+        *rows, _latency_row(summary), *_verdict_rows(summary.workers), *_remark_rows(summary),
+    ]  # fmt: skip
+
+
+def _remark_rows(summary: Summary) -> list[tuple[str, RenderableType]]:
+    """Rows of text about the run: how it is continued, if that is not obvious, and warnings."""
+    continues = [("to continue", summary.continues, "dim")] if summary.continues else []
+    warnings = [("warning", words, "yellow") for words in summary.warnings]
+    return [
+        (title, Text(legible(words, 400), style)) for title, words, style in (*continues, *warnings)
     ]
-    return [*rows, _latency_row(summary), *_verdict_rows(summary.workers), *warnings]
+
+
+def _sampled_words(state: RunState) -> str:
+    """Says what the workers have sampled before the first step; empty before they begin."""
+    workers = [one for one in state.processes.values() if one.role == "worker"]
+    groups = [group for one in workers for group in one.generated.values()]
+    if groups:
+        tokens = sum(group.tokens for group in groups)
+        return f"sampling for the first step: {len(groups):,} groups, {tokens:,} tokens stored"
+    begun = any(one.last_span and one.last_span.activity == "sample" for one in workers)
+    return "sampling the first groups" if begun else ""
 
 
 def _latency_row(summary: Summary) -> tuple[str, RenderableType]:

@@ -348,6 +348,7 @@ def _figures(summary: Summary, state: RunState) -> str:
         *_candidates(summary),
         (BY_NAME["groups_dropped_total"].help, f"{summary.groups_dropped:,}"),
         *_policy_cost(summary.policy_cost),
+        *([("To continue", _safe(summary.continues, 400))] if summary.continues else []),
         *(("Warning", _safe(words, 400)) for words in summary.warnings),
     ]
     return f'<section class="card"><h2>Figures</h2>{_pairs(rows)}</section>'

@@ -222,6 +222,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The candidates for live users, as their newest decisions record them."""
     warnings: list[str] = []
     """Warnings about the training, a sentence each."""
+    continues: str = ""
+    """How this run is continued or forked, if its last version has no checkpoint."""
 
 
 def summarize(

@@ -32,6 +32,7 @@ from deltawire.runtime.lines import line_bucket
 from deltawire.store import Bucket
 from deltawire.sync import find_run
 from deltawire.sync.chain.base_statement import read_base
+from deltawire.wire import keys
 from deltawire.wire.roles import EVALUATOR_ROLE
 
 TICK_S = 0.25
@@ -186,7 +187,25 @@ def summary_of(
         },
     )
     sets = summary.heldout_sets | line_scores(config, bucket)
-    return msgspec.structs.replace(summary, heldout_sets=sets)
+    return msgspec.structs.replace(
+        summary, heldout_sets=sets, continues=continuing_words(bucket, summary.versions)
+    )
+
+
+def continuing_words(bucket: Bucket, version: int) -> str:
+    """Says how a run is continued whose last version has no checkpoint; empty if it has one."""
+    stored = set(bucket.list(keys.CHECKPOINTS))
+    newest = next(
+        (one for one in range(version, 0, -1) if keys.checkpoint_commit(one) in stored), 0
+    )
+    if newest == version:
+        return ""
+    steps = version - newest
+    return (
+        f"version {version} has no checkpoint; a run that continues, or a fork, computes "
+        f"{steps} step{'s' if steps != 1 else ''} again "
+        '(train.final_checkpoint = "always" stores one)'
+    )
 
 
 def line_scores(config: RunConfig, bucket: Bucket) -> dict[str, HeldoutScore]:

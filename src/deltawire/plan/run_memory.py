@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltawire.config import RunConfig
+from deltawire.config.checkpoints import stores_last_state
 from deltawire.plan.activations import layer_activations
 from deltawire.plan.architecture import DecoderLayer, Model
 from deltawire.plan.layout import TrainingLayout
@@ -99,6 +100,12 @@ class RunMemory:
         found.append(f"a step: at most {self.step_tokens:,} tokens")
         found.append(f"a whole version: {self.version_bytes / 1e6:,.0f} MB")
         disk = self.checkpoint_bytes * self.kept_checkpoints
+        if not self.kept_checkpoints:
+            found.append(
+                f"no checkpoint is stored ({self.checkpoint_bytes / 1e9:.2f} GB, unless the run is "
+                "stopped): whoever continues or forks the run computes its steps again"
+            )
+            return found
         found.append(
             f"a checkpoint: {self.checkpoint_bytes / 1e9:.2f} GB on disk, "
             f"{self.kept_checkpoints} are kept: {disk / 1e9:.2f} GB"
@@ -134,8 +141,17 @@ def run_memory(model: Model, config: RunConfig) -> RunMemory | None:
         step_tokens=step_tokens,
         version_bytes=PUBLISHED * model.parameters,
         checkpoint_bytes=12 * trained,
-        kept_checkpoints=max(1, config.retain.checkpoints),
+        kept_checkpoints=_kept_checkpoints(config, 12 * trained),
     )
+
+
+def _kept_checkpoints(config: RunConfig, size: int) -> int:
+    """Returns how many states of ``size`` bytes a run that completes leaves on disk."""
+    versions, every = config.train.versions, config.train.checkpoint_every
+    stored = versions // every
+    if versions % every and stores_last_state(config, versions, size):
+        stored += 1
+    return min(stored, config.retain.checkpoints or stored)
 
 
 def trained_parameters(model: Model, config: RunConfig) -> int:

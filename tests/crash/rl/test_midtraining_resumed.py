@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deltawire.cli.main import main
-from deltawire.config import BuildConfig, parse_config
+from deltawire.config import BuildConfig, checkpoints, parse_config
 from deltawire.dashboard.report import page
 from deltawire.dashboard.series import series
 from deltawire.dashboard.state import RunState
@@ -20,6 +20,7 @@ from deltawire.dashboard.summary import summarize
 from deltawire.errors import CorruptError
 from deltawire.events import HeldoutLoss, Step
 from deltawire.export.models import empty_model, fetch_model_files, save_model
+from deltawire.launch.watching import continuing_words
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.midtraining import Midtrainer
 from deltawire.runtime.event_tail import EventTail
@@ -28,6 +29,7 @@ from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_history, read_manifest, read_run
 from deltawire.train.build import build_model, byte_tokenizer
+from deltawire.train.checkpoint import checkpoint_versions
 from deltawire.wire.ledger import CommitMetadata
 
 VERSIONS = 7
@@ -75,14 +77,21 @@ def bucket(begun, tmp_path) -> Bucket:
     return open_bucket(str(tmp_path / "bucket"))
 
 
-def train(bucket: Bucket, *, to: int = VERSIONS, die: bool = False) -> list[str]:
+def train(
+    bucket: Bucket,
+    *,
+    to: int = VERSIONS,
+    die: bool = False,
+    stop: bool = False,
+    **settings: object,
+) -> list[str]:
     import msgspec
 
     torch.manual_seed(len(bucket.list("")))  # Nothing may depend on what was drawn before.
     torch.set_num_threads(1)
     run, config = open_run(bucket)
     config = msgspec.structs.replace(
-        config, train=msgspec.structs.replace(config.train, versions=to)
+        config, train=msgspec.structs.replace(config.train, versions=to, **settings)
     )
     process = Process(bucket, "trainer", "trainer", supervised=False)
     with fetch_model_files(bucket, run) as folder:
@@ -90,6 +99,8 @@ def train(bucket: Bucket, *, to: int = VERSIONS, die: bool = False) -> list[str]
     trainer = Midtrainer(process, run, config, model)
     if die:
         trainer._finish = trainer.publisher.close  # type: ignore[method-assign]
+    if stop:
+        process.stop()
     trainer.loop()
     process.events.flush()
     assert not trainer.rank.diverged
@@ -198,6 +209,32 @@ def test_after_a_crash_the_same_bits_and_the_same_documents(
     assert {step.version for step in steps} == set(range(1, VERSIONS + 1))
     last = {step.version: step.loss for step in steps}
     assert last[VERSIONS] < last[1]
+
+
+def test_a_short_run_of_a_large_model_ends_without_a_checkpoint_and_continues(
+    bucket, uninterrupted, monkeypatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "SMALL_BYTES", 0)
+    train(bucket, to=2)
+    assert checkpoint_versions(bucket) == []
+    assert "computes 2 steps again" in continuing_words(bucket, 2)
+    train(bucket, to=5, checkpoint_every=1000, final_checkpoint="always")
+    assert checkpoint_versions(bucket) == [5]
+    assert continuing_words(bucket, 5) == ""
+    assert "computes 1 step again" in continuing_words(bucket, 6)
+    assert train(bucket) == uninterrupted  # Longer than `checkpoint_every`: it stores its state.
+    assert checkpoint_versions(bucket) == [5, VERSIONS]
+
+
+def test_whether_the_end_of_a_run_stores_its_state(bucket, monkeypatch) -> None:
+    train(bucket, to=1, final_checkpoint="never")
+    assert checkpoint_versions(bucket) == []
+    train(bucket, to=1, final_checkpoint="auto")  # A small state costs nothing.
+    assert checkpoint_versions(bucket) == [1]
+    monkeypatch.setattr(checkpoints, "SMALL_BYTES", 0)
+    train(bucket, to=2, die=True)
+    train(bucket, stop=True, final_checkpoint="never")  # Stopped, so about to be continued.
+    assert checkpoint_versions(bucket) == [1, 2]
 
 
 def test_other_documents_are_not_taken_for_those_that_were_trained_on(

@@ -414,3 +414,33 @@ def test_every_figure_of_the_table_is_written_exported_or_tracked():
         assert shown or row.metric or row.tracked, row.name
         assert row.of(RunState()) is None
         assert row.text(None) == "—"
+
+
+def test_before_the_first_step_the_views_say_how_much_is_sampled():
+    state = RunState()
+    view = LiveView(10, 4, name="run", clock=lambda: 9.0)
+    state.add([Life(process="w0", at=0.0, role="worker", what="started")])
+    assert view.plain_line(state) == "[0:09] starting"
+    state.add([Span(process="w0", activity="sample", start=1.0, end=2.0)])
+    assert view.plain_line(state) == "[0:09] sampling the first groups"
+    sizes = enumerate((700, 600))
+    state.add(
+        [
+            Generated(
+                process="w0", at=3.0, sequence=number, versions=[0], reward_mean=0.0, tokens=tokens
+            )
+            for number, tokens in sizes
+        ]
+    )
+    said = "sampling for the first step: 2 groups, 1,300 tokens stored"
+    assert view.plain_line(state) == f"[0:09] {said}"
+    assert said in drawn(view.render(state), 200)
+
+
+def test_a_run_without_a_last_checkpoint_says_how_it_is_continued(run):
+    state, summary = run
+    words = "version 3 has no checkpoint"
+    assert words not in drawn(screen(summary, report="r"), 200)
+    summary = msgspec.structs.replace(summary, continues=words)
+    assert words in drawn(screen(summary, report="r"), 200)
+    assert words in page(summary, state)

@@ -501,3 +501,21 @@ def test_attention_with_custom_masks_is_refused(tiny):
     tiny.config._attn_implementation = "flash_attention_2"
     with pytest.raises(InputError, match="flash_attention_2"):
         TransformersEngine(tiny, stop_tokens=[])
+
+
+def test_a_prompt_has_logits_of_its_last_token_only(monkeypatch):
+    model = llama()
+    shapes = []
+    monkeypatch.setattr(
+        model.lm_head, "forward", lambda hidden, of=model.lm_head.forward: note(shapes, of(hidden))
+    )
+    engine = TransformersEngine(model, stop_tokens=[], slots=8, capacity=64)
+    for length in (3, 40, 40, 3):
+        engine.submit(list(range(5, 5 + length)), Sampling(max_tokens=1), lambda _: None)
+    engine.step()
+    assert [shape[1] for shape in shapes] == [2], "one position for each length"
+
+
+def note(shapes, logits):
+    shapes.append(logits.shape)
+    return logits

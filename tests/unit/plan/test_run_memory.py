@@ -135,4 +135,8 @@ def test_the_lines_name_every_process_and_the_disk(model):
     for words in ("1 x trainer: ", "3 x worker: ", "1 x evaluator: ", "together: ", "269 MB"):
         assert words in text
     assert "1.61 GB on disk, 2 are kept: 3.23 GB" in text
+    short = "\n".join(predicted(model, train={"versions": 5}).lines())
+    assert "no checkpoint is stored (1.61 GB, unless the run is stopped)" in short
+    asked = predicted(model, train={"versions": 5, "final_checkpoint": "always"}).lines()
+    assert "1.61 GB on disk, 1 are kept" in asked[-1]
     assert predicted(model).total / GIB > 5

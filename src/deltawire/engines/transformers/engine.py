@@ -464,7 +464,7 @@ class TransformersEngine:
         mask: Any = (
             masks[self._kinds[0]] if len(self._kinds) == 1 else {k: masks[k] for k in self._kinds}
         )
-        keep: Any = 1 if last is None else 0
+        ends = None if last is None else torch.unique(last)  # Only these positions have logits.
         recorded: AbstractContextManager[list[torch.Tensor]] = (
             self._routers.recorded() if self._routers is not None else nullcontext([])
         )
@@ -474,12 +474,12 @@ class TransformersEngine:
                 attention_mask=mask,
                 position_ids=positions,
                 use_cache=True,
-                logits_to_keep=keep,
+                logits_to_keep=1 if ends is None else ends,
                 **{self._cache_argument: self._cache},
             ).logits
-        if last is None:
+        if last is None or ends is None:
             return logits[:, -1].float()
-        return logits[torch.arange(len(ids), device=self._device), last].float()
+        return logits[torch.arange(len(ids)), torch.searchsorted(ends, last)].float()
 
     def _routes_read(self, rows: int, width: int) -> NDArray[np.int32]:
         """Returns the last forward pass's expert choices: int32[rows, width, layers, chosen]."""

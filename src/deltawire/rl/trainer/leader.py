@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from torch import Tensor
 
 from deltawire.config import RunConfig
+from deltawire.config.checkpoints import stores_last_state
 from deltawire.errors import InputError
 from deltawire.events import MergeKept, Published, Served
 from deltawire.export.merge import MergeReport
@@ -271,9 +273,16 @@ class Leader(Generic[R]):
     def _finish_ranks(self, ledger: Ledger) -> None:
         """Commit and save what is under way, on all ranks, and end the others."""
         self._ended = True
-        self._order(End(save=True))
-        self.rank.finish(ledger)
+        checkpoint = self._needs_last_checkpoint()
+        self._order(End(save=True, checkpoint=checkpoint))
+        self.rank.finish(ledger, checkpoint=checkpoint)
         self._orders.arrived()
+
+    def _needs_last_checkpoint(self) -> bool:
+        """Return whether the state is stored at this end. A run that was asked to stop is about
+        to be continued."""
+        size = _bytes_of(self.masters.state())
+        return not self.is_complete or stores_last_state(self.config, self.version, size)
 
     @property
     def is_complete(self) -> bool:
@@ -291,6 +300,11 @@ class Leader(Generic[R]):
             self._orders.arrived()
         self.rank.close()
         self.version_retention.close()
+
+
+def _bytes_of(state: Mapping[str, Tensor]) -> int:
+    """The bytes of a state, of all ranks together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
 def _served(share: ServedShare | None) -> Served | None:

@@ -66,9 +66,10 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, tag="wait"):
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
-    """End; ``save`` asks for a last checkpoint."""
+    """End; ``save`` asks to commit what is under way, and ``checkpoint`` for a last one as well."""
 
     save: bool
+    checkpoint: bool = True
 
 
 Order = Start | Train | PublishShards | ReturnTo | Save | Measure | Wait | End

@@ -247,12 +247,14 @@ class Rank(Generic[R_co]):
         self._saved = self.version
         return True
 
-    def finish(self, ledger: Ledger) -> None:
+    def finish(self, ledger: Ledger, *, checkpoint: bool = True) -> None:
         """Commit and save the current version, and check that the weights are those published."""
         self.further.flush()
         self.further.close()
         self.publisher.close()
-        if self.version:  # Version 0 is its own checkpoint: all that belongs to it follows from it.
+        if (
+            checkpoint and self.version
+        ):  # Version 0 is its own checkpoint: all that belongs to it follows from it.
             self.save(ledger)
         self.checkpoints.close()
         if self.masters.digest() != self.publisher.digest and not self.diverged:
@@ -284,7 +286,7 @@ class Rank(Generic[R_co]):
                 self.agree_to_stop()
             case End():
                 if order.save:
-                    self.finish(Ledger())
+                    self.finish(Ledger(), checkpoint=order.checkpoint)
                 self.close()
             case Start():
                 raise BugError("rank 0 started twice", run=self.bucket.url)

@@ -92,6 +92,25 @@ def evidence_of(bucket: Bucket, key: str, read: Callable[[], T | None]) -> Evide
     return Unknown(error)
 
 
+def read_again(bucket: Bucket, key: str, read: Callable[[], T | None]) -> T | None:
+    """Returns what ``read`` returns, or, if its answer was damaged, what `evidence_of` finds.
+
+    For callers that ask again for what they do not find. Raises `CorruptError` for an object that
+    no connection delivers whole.
+
+    Example::
+
+        part = read_again(bucket, key, partial(read_part, bucket, key))
+    """
+    try:
+        return read()
+    except CorruptError:
+        found = evidence_of(bucket, key, read)
+    if isinstance(found, Unknown):
+        raise found.error
+    return found.value if isinstance(found, Sound) else None
+
+
 def require_evidence(
     bucket: Bucket,
     key: str,

@@ -46,7 +46,7 @@ from urllib.parse import urlsplit
 
 from deltawire.errors import CorruptError, RetryError, UnreadableError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, RetryPolicy
-from deltawire.sync.chain.evidence import Absent, Sound, evidence_of
+from deltawire.sync.chain.evidence import Absent, Sound, evidence_of, require_evidence
 from deltawire.sync.chain.objects import check_signed, missing_blobs
 from deltawire.wire import keys
 from deltawire.wire.coordination import (
@@ -93,7 +93,8 @@ def margin_s(bucket: Bucket) -> float:
 def store_clock(bucket: Bucket) -> datetime:
     """Reads the store's clock from an object written for that purpose."""
     bucket.put(keys.CLOCK, b"\n")
-    entry = bucket.head(keys.CLOCK)
+    read = partial(bucket.head, keys.CLOCK)
+    entry = require_evidence(bucket, keys.CLOCK, read, so="its time is unknown")
     if entry is None:
         raise CorruptError(
             "an object that was just written is missing", run=bucket.url, key=keys.CLOCK

@@ -23,7 +23,7 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, FencedError, InputError, RetryError
 from deltawire.store import Bucket, ObjectMeta, WriterBucket, check_create_if_absent
-from deltawire.sync.chain.evidence import Sound, Unknown, evidence_of, require_evidence
+from deltawire.sync.chain.evidence import read_again, require_evidence
 from deltawire.sync.chain.objects import (
     check_manifest,
     check_signer,
@@ -429,13 +429,7 @@ class VersionWriter:
         skipped, so that nothing that is stored there can end the run.
         """
         read = partial(read_manifest, self.bucket, self.run, version)
-        try:
-            return read()
-        except CorruptError:
-            found = evidence_of(self.bucket, keys.manifest(version), read)
-        if isinstance(found, Unknown):
-            raise found.error
-        return found.value if isinstance(found, Sound) else None
+        return read_again(self.bucket, keys.manifest(version), read)
 
     def check_run(self) -> None:
         """Checks that the bucket still describes this run: readers need it.

@@ -37,6 +37,7 @@ from deltawire.codec import Digest
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError, RetryError
 from deltawire.store import Bucket, RetryingBucket, in_parallel
 from deltawire.store.worker_threads import WorkerThreads
+from deltawire.sync.chain.evidence import read_again, require_agreed
 from deltawire.sync.chain.objects import check_signed
 from deltawire.sync.chain.retention import GRACE_S
 from deltawire.sync.follow.load import load_mirror
@@ -444,15 +445,13 @@ class ShardPublisher:
         Raises `FencedError` instead if another publisher has taken the run, which that rank may
         have noticed first.
         """
-        key = keys.refusal(version, self._session)
+        key, url = keys.refusal(version, self._session), self.bucket.url
         try:
             data = self.bucket.get(key, limit=MAX_REFUSAL_BYTES)
             if data is None:
                 return
             check_signed(self.bucket, self.run, data, key)
-            found = decode_refusal(
-                data, version=version, table=self.run, run=self.bucket.url, key=key
-            )
+            found = decode_refusal(data, version=version, table=self.run, run=url, key=key)
         except CorruptError:  # Ignore a damaged refusal; the wait is limited anyway.
             return
         manifest = self._writer.find(version)
@@ -461,7 +460,7 @@ class ShardPublisher:
         raise ResyncError(
             f"rank {found.rank} refused this version: {found.reason!r}",
             hint="see that rank's error, then start all ranks again",
-            run=self.bucket.url,
+            run=url,
             version=version,
         )
 
@@ -500,9 +499,11 @@ class ShardPublisher:
 
     def _create_part(self, key: str, part: Part) -> None:
         data = seal(part, key=key, signer=self._writer.signer)
-        if not self.bucket.create(key, data) and (
-            self.bucket.get(key, limit=MAX_MANIFEST_BYTES) != data
-        ):
+        if self.bucket.create(key, data):
+            return
+        found = require_agreed(self.bucket, key, limit=MAX_MANIFEST_BYTES, so="nothing was created")
+        # If the answer to the create was lost, the leader may have read and deleted the part since.
+        if found not in (data, None):
             raise InputError(
                 "another rank has this number, or an earlier session had this name",
                 hint="give every rank a unique number, and every start a unique session",
@@ -538,20 +539,22 @@ class ShardPublisher:
             pause_s = min(2 * pause_s, self.bucket.poll_s)
 
     def _read_part(self, version: int, rank: int, key: str) -> Part | None:
-        data = self.bucket.get(key, limit=MAX_MANIFEST_BYTES)
-        if data is None:
-            return None
-        check_signed(self.bucket, self.run, data, key)
-        part = decode_part(
-            data, version=version, rank=rank, table=self.run, run=self.bucket.url, key=key
-        )
-        epoch = self._writer.epoch
-        if (part.ranks, part.epoch) != (self.ranks, epoch):
+        url, epoch = self.bucket.url, self._writer.epoch
+
+        def read() -> Part | None:
+            data = self.bucket.get(key, limit=MAX_MANIFEST_BYTES)
+            if data is None:
+                return None
+            check_signed(self.bucket, self.run, data, key)
+            return decode_part(data, version=version, rank=rank, table=self.run, run=url, key=key)
+
+        part = read_again(self.bucket, key, read)  # One damaged answer must not end all ranks.
+        if part is not None and (part.ranks, part.epoch) != (self.ranks, epoch):
             raise InputError(
                 f"rank {rank} counts {part.ranks} ranks and epoch {part.epoch}, the leader "
                 f"{self.ranks} and {epoch}",
                 hint="start all ranks with the same settings",
-                run=self.bucket.url,
+                run=url,
                 version=version,
             )
         return part
