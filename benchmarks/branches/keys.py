@@ -21,6 +21,9 @@ KEYS: Final[dict[str, Key]] = {
     "bisect_named_without_culprit": Key(
         "noisy_bisection", "<=", 0.05, "culprits named where there is none, worse of two worlds"
     ),
+    "compare_trees_kept": Key(
+        "null_changes", "<=", 0.1, "share of trees of 100 null changes in which one is kept"
+    ),
     "why_planted_found": Key(
         "planted_groups", ">=", 1, "share of 20 runs whose planted group has the largest effect"
     ),

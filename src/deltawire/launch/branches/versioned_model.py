@@ -27,8 +27,8 @@ from deltawire.wire.run import Run
 
 COPIES = 4
 """Float32 copies of the trained weights that a gradient at two versions takes."""
-MAX_TOKENS = 4096
-"""Tokens that pass the model at a time."""
+MAX_TOKENS = 512
+"""Tokens that pass the model at a time: activations of a model of 135M weights take 1.5 GB."""
 
 
 class VersionedModel:

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.branches.null_changes import null_trees
 from deltawire.cli.main import main
 from deltawire.errors import InputError
 from deltawire.events import Evaluated, encode_lines
@@ -38,18 +39,9 @@ def answers(rng, rate, samples=4):
 def test_null_changes_are_kept_in_few_trees():
     """A hundred null changes in each of a hundred trees, all against the tree's one baseline: at
     most ten trees keep any. A difference of two standard errors would be kept in a third."""
-    rng = np.random.default_rng(0)
-    kept = by_errors = 0
-    for _ in range(100):
-        rates = rng.uniform(0.1, 0.9, 64)
-        baseline = answers(rng, rates)
-        changes = [answers(rng, rates) for _ in range(100)]
-        # The best by its mean is the one that luck would choose.
-        gain = max((one - baseline for one in changes), key=np.mean)
-        kept += interval_of(gain, error=0.05 / 100)[0] > 0
-        by_errors += gain.mean() > 2 * gain.std() / 8
-    assert kept <= 10
-    assert by_errors > 20
+    kept = null_trees(0)
+    assert kept.by_verdict <= 10
+    assert kept.by_errors > 20
 
 
 def test_each_of_many_candidates_gets_its_share_of_the_error():
