@@ -9,7 +9,7 @@ from deltawire.cli.main import main
 from deltawire.errors import InputError
 from deltawire.launch.branches import group_effects
 from deltawire.launch.branches.behavior import probe_behavior, read_behavior
-from deltawire.launch.branches.path_integral import StepPart, without_momentum
+from deltawire.launch.branches.path_integral import StepPart, integrate, without_momentum
 from deltawire.launch.branches.versioned_model import open_model_of
 from deltawire.launch.branches.why import Question, explain, parse_range
 from deltawire.runtime.trusted import ANY
@@ -54,6 +54,27 @@ def test_a_coarse_part_is_divided_into_its_steps(planted, tmp_path):
     coarse = explain(planted.bucket, None, None, question, every=VERSIONS, steps=1)
     assert [(one.base, one.version) for one in coarse.parts] == [(0, VERSIONS)]
     assert coarse.steps == [max(fine.parts, key=lambda one: abs(one.fresh))]
+
+
+class Squares:
+    """A behavior with a curved path, of which the trapezoid takes the exact parts."""
+
+    unit = "square"
+
+    def measure(self, module, *, gradient):
+        total = 0.0
+        for parameter in module.parameters():
+            total += float(parameter.detach().double().square().sum())
+            if gradient:
+                parameter.grad = 2 * parameter.detach()
+        return total
+
+
+def test_the_trapezoid_is_exact_for_squares(planted):
+    with open_model_of(planted.bucket) as model:
+        found = integrate(model, Squares(), [0, VERSIONS])
+    (step,) = found.steps
+    assert step.part == pytest.approx(step.change, rel=1e-3)
 
 
 def test_momentum_is_not_taken_for_a_step():
