@@ -55,7 +55,7 @@ def null_trees(seed: int, *, trees: int = TREES) -> Kept:
         rates = rng.uniform(0.1, 0.9, PROBLEMS)
         baseline = rng.binomial(SAMPLES, rates) / SAMPLES
         changes = [rng.binomial(SAMPLES, rates) / SAMPLES for _ in range(CHANGES)]
-        best = max(changes, key=np.mean)
+        best = max(changes, key=lambda one: float(one.mean()))
         verdict = compare_scores(scored(baseline), scored(best), "c", error=0.05, among=CHANGES)
         by_verdict += verdict.verdict == "better"
         gain = best - baseline
