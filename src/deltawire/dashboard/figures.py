@@ -20,6 +20,7 @@ from typing import Final, Literal, TypeVar
 from deltawire.dashboard.budget_figures import BUDGET_FIGURES
 from deltawire.dashboard.figure import Figure, Unit
 from deltawire.dashboard.latency_figures import LATENCY_FIGURES, rate_of
+from deltawire.dashboard.pair_figures import PAIR_FIGURES
 from deltawire.dashboard.state import RunState
 from deltawire.events import Gaps, Generated, Parity, Published, Step
 
@@ -333,23 +334,7 @@ FIGURES: Final = (
         lambda step: step.zero_advantage,
         metric="zero_advantage_share",
     ),
-    _of_step(
-        "pairs",
-        "",
-        "Pairs of a served and a better answer, newest step",
-        lambda step: step.pairs,
-        metric="preference_pairs",
-    ),
-    Figure(
-        "pairs_total",
-        "",
-        "Pairs of a served and a better answer that were trained on",
-        lambda state: (
-            sum(step.pairs or 0 for step in state.steps.values())
-            if any(step.pairs is not None for step in state.steps.values())
-            else None
-        ),
-    ),
+    *PAIR_FIGURES,
     _of_step("tokens", "", "Tokens of the newest step", lambda step: step.tokens),
     Figure("tokens_total", "", "Tokens trained on", _total(lambda step: step.tokens)),
     _of_step("groups", "", "Groups of the newest step", lambda step: step.groups),
