@@ -25,7 +25,7 @@ from deltawire.wire.manifest import CompactedDelta, Manifest
 from deltawire.wire.reference_scores import ReferenceScores
 from deltawire.wire.roles import RoleGrant
 from deltawire.wire.run import Run
-from deltawire.wire.status import Challenge, Heartbeat, TrainerStatus
+from deltawire.wire.status import Challenge, Heartbeat, HostReaders, TrainerStatus
 
 PATH = Path(__file__).parents[2] / "docs" / "format.schema.json"
 OBJECTS = {
@@ -44,6 +44,7 @@ OBJECTS = {
     "trainer.json": TrainerStatus,
     "challenges/": Challenge,
     "heartbeats/": Heartbeat,
+    "readers/": HostReaders,
     "live/lineage/": Lineage,
     "live/decisions/": Decision,
     "live/forgotten/": Forgotten,

@@ -109,6 +109,7 @@ FLAGS = {
     | {
         "--version",
         "--follow",
+        "--no-report",
         "--precision",
         "--adapter",
         "--verify",
@@ -120,6 +121,7 @@ FLAGS = {
     "relay": TRUST
     | {
         "--follow",
+        "--no-report",
         "--precision",
         "--start",
         "--keep-all",

@@ -95,6 +95,21 @@ def location_of(location: str, precision: str, trust: ReaderTrust) -> str:
     return publication_bucket(open_trusted(location, trust), precision).url
 
 
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--no-report``."""
+    parser.add_argument(
+        "--no-report",
+        action="store_true",
+        help="with --follow, do not store in the run which version this host holds",
+    )
+
+
+def report_place(arguments: argparse.Namespace, location: str = "") -> str:
+    """Returns the run to which a reader reports: the one that it reads (``location``), also if it
+    follows a further precision of it; empty for none."""
+    return "" if arguments.no_report else location or arguments.run
+
+
 def add_json(parser: argparse.ArgumentParser, text: str = "print one JSON object") -> None:
     """Declares ``--json``."""
     parser.add_argument("--json", action="store_true", help=text)

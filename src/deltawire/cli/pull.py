@@ -8,11 +8,13 @@ from pathlib import Path
 from deltawire.cli.arguments import (
     add_json,
     add_precision,
+    add_report,
     add_run_url,
     add_threads,
     add_trust,
     at_least,
     location_of,
+    report_place,
     split_version,
     trust_of,
 )
@@ -38,6 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="fetch only the adapter, and write DIR as PEFT does, as a plain folder",
     )
     add_precision(parser)
+    add_report(parser)
     add_trust(parser)
     add_threads(parser)
     add_json(parser, "print a JSON object for each version")
@@ -62,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             trust=trust_of(arguments),
             threads=arguments.threads,
             as_json=arguments.json,
+            report_to=report_place(arguments),
         )
         return 0
     pull_directory(
@@ -73,5 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
         trust=trust_of(arguments),
         threads=arguments.threads,
         as_json=arguments.json,
+        report_to=report_place(arguments),
     )
     return 0

@@ -9,11 +9,13 @@ from deltawire.cli.arguments import (
     add_json,
     add_key,
     add_precision,
+    add_report,
     add_retention,
     add_threads,
     add_trust,
     at_least,
     location_of,
+    report_place,
     trust_of,
 )
 
@@ -35,6 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--keep-all", action="store_true", help="keep the versions that the source has pruned"
     )
     add_precision(parser)
+    add_report(parser)
     add_retention(parser)
     add_key(parser)
     add_trust(parser)
@@ -63,5 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
         options,
         follow=arguments.follow,
         as_json=arguments.json,
+        report_to=report_place(arguments, arguments.source),
     )
     return 0

@@ -20,7 +20,12 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from deltawire.dashboard.figure import Figure
@@ -28,6 +33,7 @@ from deltawire.dashboard.figures import FIGURES
 from deltawire.dashboard.status import RunStatus, Watch
 from deltawire.display import legible
 from deltawire.errors import DeltawireError, InputError
+from deltawire.wire.status import StoreTraffic
 
 MAX_LABELS = 64
 """Most causes and probes that are exported, and a sixteenth of the most processes: each label is a
@@ -83,6 +89,8 @@ class RunCollector:
         yield from _measured(status)
         yield from _standing(status)
         yield from _processes(status)
+        yield from _traffic(status)
+        yield from _readers(status)
 
 
 def _measured(status: RunStatus) -> Iterator[Metric]:
@@ -230,6 +238,49 @@ def _processes(status: RunStatus) -> Iterator[Metric]:
     ]
     for name, text, values in each:
         yield _gauge(name, text, labels, zip(of, values, strict=True))
+
+
+def _traffic(status: RunStatus) -> Iterator[Metric]:
+    """Counters of what processes and readers have asked of their stores since they started."""
+    of: dict[tuple[str, str, str], StoreTraffic] = {}
+    for line in status.processes[: 16 * MAX_LABELS]:
+        if line.traffic is not None:
+            labels = (legible(line.name, 80), line.role or "", legible(line.host, 80))
+            of[labels] = line.traffic
+    for one in status.readers[: 16 * MAX_LABELS]:
+        of[legible(one.process, 80), legible(one.kind, 80), legible(one.host, 80)] = one.traffic
+    for name, text, field in (
+        ("store_requests", "Requests sent to stores, repetitions included", "requests"),
+        ("store_retries", "Requests that repeated an earlier one", "retries"),
+        ("store_refused", "Requests that a store refused: too many", "refused"),
+        ("store_read_bytes", "Bytes read from stores", "read_bytes"),
+        ("store_written_bytes", "Bytes written to stores", "written_bytes"),
+        ("cache_hits", "Blobs found in the host's cache", "cache_hits"),
+        ("cache_misses", "Blobs fetched for the host's cache", "cache_misses"),
+        ("anchors", "Whole models stored", "anchors"),
+        ("pruned_versions", "Versions that retention deleted", "pruned"),
+    ):
+        family = CounterMetricFamily(f"deltawire_{name}", text, labels=["process", "role", "host"])
+        for of_one, asked in of.items():
+            family.add_metric(list(of_one), float(getattr(asked, field)))
+        yield family
+
+
+def _readers(status: RunStatus) -> Iterator[Metric]:
+    """Metrics of pulls, relays and ranks of vLLM that have not ended."""
+    present = [one for one in status.readers if one.state != "ended"][: 16 * MAX_LABELS]
+    named = {
+        (legible(one.process, 80), legible(one.kind, 80), legible(one.host, 80)): one
+        for one in present
+    }
+    for name, text, field in (
+        ("reader_version", "The version that it holds", "version"),
+        ("reader_lag_versions", "Newest version minus the one it holds", "lag"),
+        ("reader_late_seconds", "Age of the oldest version that it lacks", "late_s"),
+        ("reader_age_seconds", "Seconds since its last report", "age_s"),
+    ):
+        values = [(labels, getattr(one, field)) for labels, one in named.items()]
+        yield _gauge(name, text, ["reader", "kind", "host"], values)
 
 
 def application(collector: RunCollector, *, token: str) -> Application:

@@ -18,6 +18,7 @@ from deltawire.builds import build_name
 from deltawire.dashboard.figures import BY_NAME, text
 from deltawire.dashboard.plots import ACTIVITIES, Charts, charts
 from deltawire.dashboard.probes_card import probes_card
+from deltawire.dashboard.readers import readers_card
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.summary import Summary, WorkerVerdict
 from deltawire.dashboard.wording import (
@@ -76,6 +77,7 @@ def page(summary: Summary, state: RunState) -> str:
         *_chart_cards(drawn, summary, state),
         "" if flagged else probes,
         _workers(summary, state),
+        readers_card(summary.readers),
         f'<div class="pair">{_figures(summary, state)}{_configuration(summary)}</div>',
         _footer(),
     ]

@@ -21,6 +21,7 @@ from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.builds import builds_of, builds_problem
 from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.latency_figures import clock_problem
+from deltawire.dashboard.readers import ReaderLine, ReaderWatch
 from deltawire.dashboard.release import ReleaseStatus, release_of
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.dashboard.training_warnings import training_warnings
@@ -49,7 +50,7 @@ from deltawire.wire import keys
 from deltawire.wire.captures import GatewayState
 from deltawire.wire.objects import decode_json
 from deltawire.wire.run import Run
-from deltawire.wire.status import Heartbeat, Incident, TrainerStatus
+from deltawire.wire.status import Heartbeat, Incident, StoreTraffic, TrainerStatus
 
 WINDOW_S = 300.0
 READERS = 16
@@ -83,6 +84,8 @@ class ProcessLine(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float | None
     host: str
     build: str = ""
+    traffic: StoreTraffic | None = None
+    """Its requests to its stores, counted; null for a release that does not say."""
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,6 +209,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes that the workers' present processes have ended, those of unfinished groups among
     them, and the tokens that they have drawn."""
     sampled_tokens: int = 0
+    readers: list[ReaderLine] = []
+    """Pulls, relays and ranks of vLLM that follow the run and report themselves."""
 
 
 class Watch:
@@ -233,6 +238,7 @@ class Watch:
         self._lines_held: dict[str, int | None] = {}
         self._poller: VersionPoller | None = None
         self._decisions: DecisionLog | None = None
+        self._readers = ReaderWatch(bucket, clock=clock)
 
     def poll(self) -> RunStatus:
         """Reads the run's current status.
@@ -273,8 +279,10 @@ class Watch:
             for name in sorted(_names(state) | fleet.heartbeats.keys())
         ]
         problems += filter(None, [builds_problem(builds_in(lines))])
+        readers = self._readers.lines()
+        problems += self._readers.problems
         return self._status(
-            run, config, trainer, fleet.heartbeats, probes, state, newest, lines, problems
+            run, config, trainer, fleet.heartbeats, probes, state, newest, lines, readers, problems
         )
 
     def _read_stored(self, run: Run) -> RunStatus | None:
@@ -330,6 +338,7 @@ class Watch:
         state: RunState,
         newest: int | None,
         lines: list[ProcessLine],
+        readers: list[ReaderLine],
         problems: list[str],
     ) -> RunStatus:
         workers = [beat.worker for beat in beats.values() if beat.worker]
@@ -365,6 +374,7 @@ class Watch:
             controlled=state.newest_decision,
             gateways=_attempt(lambda: gateway_totals(self._bucket), problems) or {},
             release=self._release(run),
+            readers=readers,
         )
 
 
@@ -478,6 +488,7 @@ def _line(name: str, state: RunState, fleet: Fleet, newest: int | None, now: flo
         age_s=max(0.0, now - beat.at) if beat else None,
         host=beat.host if beat else "",
         build=beat.build if beat else "",
+        traffic=beat.traffic if beat else None,
     )
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from deltawire.dashboard.builds import builds_words
 from deltawire.dashboard.figures import BY_NAME
+from deltawire.dashboard.readers import reader_table
 from deltawire.dashboard.status import ProcessLine, RunStatus, Spread, builds_in
 from deltawire.dashboard.wording import (
     MISSING,
@@ -46,6 +47,8 @@ def view(status: RunStatus) -> RenderableType:
         _processes(status),
         *_builds(status),
     ]
+    if status.readers:
+        parts += [Text(), reader_table(status.readers)]
     if status.heldout_sources:
         parts += [Text(), _sources(status)]
     if status.heldout_sets:

@@ -12,6 +12,7 @@ import msgspec
 from deltawire.config.served import ServedPrecision
 from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.figures import value, whole
+from deltawire.dashboard.readers import ReaderLine
 from deltawire.dashboard.release import CandidateFigures
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.training_warnings import training_warnings
@@ -224,6 +225,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Warnings about the training, a sentence each."""
     continues: str = ""
     """How this run is continued or forked, if its last version has no checkpoint."""
+    readers: list[ReaderLine] = []
+    """Pulls, relays and ranks of vLLM that reported in the last day."""
 
 
 def summarize(

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deltawire.config import FaultsConfig
+from deltawire.dashboard.readers import ReaderWatch
 from deltawire.dashboard.wording import byte_size
 from deltawire.display import legible, safe_line
 from deltawire.errors import CorruptError
@@ -134,14 +135,23 @@ def _made_from(metadata: dict[str, Any]) -> str:
 
 
 def list_readers(bucket: Bucket) -> list[dict[str, Any]]:
-    """Says which worker holds which version, from the heartbeats."""
+    """Says which worker holds which version, from the heartbeats, and which pull, relay or rank of
+    vLLM, from their reports."""
     fleet = Fleet(bucket, silence_s=FaultsConfig().silence_s)
     fleet.poll()
-    return [
+    workers = [
         {"worker": name, "version": one.worker.version, "phase": one.worker.phase}
         for name, one in fleet.heartbeats.items()
         if one.worker is not None
     ]
+    return workers + [
+        {
+            "worker": f"{one.host}/{one.process}", "version": one.version, "phase": one.state,
+            "lag": one.lag, "late_s": one.late_s, "reason": one.reason,
+        }
+        for one in ReaderWatch(bucket).lines()
+        if one.state != "ended"
+    ]  # fmt: skip
 
 
 def _age(seconds: float) -> str:

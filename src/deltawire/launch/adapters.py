@@ -13,7 +13,8 @@ from deltawire.dashboard.wording import byte_size
 from deltawire.display import safe_json
 from deltawire.errors import InputError, RetryError
 from deltawire.launch.progress import Bars, bars
-from deltawire.launch.pull import PATIENCE_S, Pulled, wait_for_run
+from deltawire.launch.pull import PATIENCE_S, Pulled, note_held, reporting, wait_for_run
+from deltawire.runtime.reader_report import ReaderReporter
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.store import MeteredBucket, RetryingBucket
 from deltawire.sync import load_mirror, newest_version, read_run
@@ -85,9 +86,11 @@ def pull_adapter(
     trust: ReaderTrust = ANY,
     threads: int | None = None,
     as_json: bool = False,
+    report_to: str = "",
 ) -> None:
     """Writes a version's adapter, by default the newest's, to a directory that PEFT loads; with
-    ``follow``, also that of every newer version. The base is not fetched.
+    ``follow``, also that of every newer version, and reports to the run at ``report_to``. The base
+    is not fetched.
 
     Raises `InputError` for a run without an adapter, and if the directory holds something else.
     """
@@ -99,7 +102,8 @@ def pull_adapter(
         bucket = MeteredBucket(open_trusted(location, trust), lambda read, _: bar.advance(read))
         puller = _AdapterPuller(bucket, directory, bar, threads=threads, as_json=as_json)
         if follow:
-            puller.follow()
+            with reporting(bucket, report_to, trust) as reporter:
+                puller.follow(reporter)
         else:
             puller.bring(version)
 
@@ -131,7 +135,7 @@ class _AdapterPuller:
         self._mirror = empty_mirror(self._run, select(self._run, list(self._specs)))
         self._poller = VersionPoller(self._retrying, self._run)
 
-    def follow(self) -> None:
+    def follow(self, reporter: ReaderReporter | None = None) -> None:
         """Writes each new version until interrupted."""
         answered = time.monotonic()
         while True:
@@ -139,12 +143,14 @@ class _AdapterPuller:
                 newest = self._poller.newer(self._mirror.version)
                 if newest is not None:
                     self.bring(newest.version)
-                answered = time.monotonic()
+                answered, failed = time.monotonic(), ""
             except RetryError as error:
                 if time.monotonic() - answered > PATIENCE_S:
                     raise
                 self._bar.log(f"trying again: {error}")
-                newest = None
+                newest, failed = None, str(error)
+            alarm = "" if self._poller.alarm is None else str(self._poller.alarm)
+            note_held(reporter, self._mirror.version, failed or alarm)
             if newest is None:
                 time.sleep(self._poller.pause_s)
 

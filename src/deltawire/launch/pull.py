@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -11,8 +13,9 @@ from deltawire.dashboard.wording import byte_size
 from deltawire.display import safe_json
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.launch.progress import Bars, bars
+from deltawire.runtime.reader_report import Kind, ReaderReporter
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
-from deltawire.store import MeteredBucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, MeteredBucket, RetryingBucket, open_bucket
 from deltawire.store.opening import NoFolderError
 from deltawire.sync import Checkout, read_run
 from deltawire.sync.chain.version_poller import newest_readable
@@ -50,9 +53,10 @@ def pull_directory(
     trust: ReaderTrust = ANY,
     threads: int | None = None,
     as_json: bool = False,
+    report_to: str = "",
 ) -> None:
     """Brings the directory to ``version`` (default: the newest), or to each new version as it
-    appears.
+    appears, and then reports to the run at ``report_to`` what it holds (empty: does not report).
 
     With ``verify``, compare what it shows with the run instead, and change nothing.
     """
@@ -74,9 +78,23 @@ def pull_directory(
             if verify:
                 puller.verify()
             elif follow:
-                puller.follow()
+                with reporting(bucket, report_to, trust) as reporter:
+                    puller.follow(reporter)
             else:
                 puller.once(version)
+
+
+@contextlib.contextmanager
+def reporting(
+    bucket: Bucket, report_to: str, trust: ReaderTrust, kind: Kind = "pull"
+) -> Iterator[ReaderReporter | None]:
+    """Reports a reader of ``bucket`` to the run at ``report_to`` while the body runs; not if that
+    is empty."""
+    if not report_to:
+        yield None
+        return
+    with ReaderReporter(bucket, kind, places=[open_trusted(report_to, trust)]).running() as found:
+        yield found
 
 
 def wait_for_run(location: str, bar: Bars) -> None:
@@ -95,6 +113,14 @@ def wait_for_run(location: str, bar: Bars) -> None:
             bar.log(f"there is no run at {location} yet: waiting for its first version")
             told = True
         time.sleep(pause_s)
+
+
+def note_held(reporter: ReaderReporter | None, version: int | None, reason: str) -> None:
+    """Tells a reader's reporter, if there is one, what is held and what keeps it from more."""
+    if reporter is not None:
+        if version is not None and version >= 0:
+            reporter.holds(version)
+        reporter.waits(reason)
 
 
 class _Puller:
@@ -145,7 +171,7 @@ class _Puller:
         except CorruptError as error:
             self._bar.log(f"cannot finish version {unfinished}: {error}")
 
-    def follow(self) -> None:
+    def follow(self, reporter: ReaderReporter | None = None) -> None:
         """Brings each new version until interrupted."""
         self._finish()
         answered = time.monotonic()
@@ -155,13 +181,14 @@ class _Puller:
                 newest = self._checkout.newest()
                 if newest is not None:
                     self._bring(newest)
-                answered = time.monotonic()
+                answered, failed = time.monotonic(), ""
             except RetryError as error:
                 if time.monotonic() - answered > PATIENCE_S:
                     raise
                 self._bar.log(f"trying again: {error}")
-                newest = None
+                newest, failed = None, str(error)
             alarm = "" if self._checkout.alarm is None else str(self._checkout.alarm)
+            note_held(reporter, self._checkout.version, failed or alarm)
             if alarm and alarm != warned:
                 self._bar.log(f"warning: passed over a manifest: {alarm}")
             warned = alarm

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from deltawire.dashboard.wording import byte_size
 from deltawire.display import safe_json
 from deltawire.launch.progress import Bars, bars
+from deltawire.runtime.reader_report import ReaderReporter
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.store import MeteredBucket, open_bucket
 from deltawire.sync.maintain.relay import Relay, Relayed
@@ -27,9 +28,18 @@ class RelayOptions:
 
 
 def relay_run(
-    source: str, destination: str, options: RelayOptions, *, follow: bool, as_json: bool
+    source: str,
+    destination: str,
+    options: RelayOptions,
+    *,
+    follow: bool,
+    as_json: bool,
+    report_to: str = "",
 ) -> None:
-    """Copies the versions that exist; with ``follow``, also new ones, until interrupted."""
+    """Copies the versions that exist; with ``follow``, also new ones, until interrupted. Meanwhile
+    it reports to the run at ``report_to``, or at the destination if it may not write there (empty:
+    does not report).
+    """
     with bars(hidden=as_json) as bar:
         opened = open_trusted(source, options.trust)
         metered = MeteredBucket(opened, lambda read, _: bar.advance(read))
@@ -48,8 +58,14 @@ def relay_run(
         )
         try:
             if follow:
-                for done in relay.follow():
-                    _report(done, bar, as_json=as_json)
+                places = [open_trusted(report_to, options.trust), target] if report_to else []
+                reporter = ReaderReporter(opened, "relay", places=places)
+                reporter.holds(relay.version)
+                with reporter.running():
+                    for done in relay.follow():
+                        _report(done, bar, as_json=as_json)
+                        reporter.holds(relay.version)
+                        reporter.waits(done.alarm)
             else:
                 relay.advance(lambda done: _report(done, bar, as_json=as_json))
                 if not as_json:

@@ -17,6 +17,7 @@ from rich.live import Live
 from deltawire.config import RunConfig, flatten
 from deltawire.config.served import served_precision
 from deltawire.dashboard.live import LiveView
+from deltawire.dashboard.readers import ReaderWatch
 from deltawire.dashboard.release import CandidateFigures, candidates_of
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.summary import FrozenBase, Summary, WorkerVerdict, summarize
@@ -188,7 +189,10 @@ def summary_of(
     )
     sets = summary.heldout_sets | line_scores(config, bucket)
     return msgspec.structs.replace(
-        summary, heldout_sets=sets, continues=continuing_words(bucket, summary.versions)
+        summary,
+        heldout_sets=sets,
+        continues=continuing_words(bucket, summary.versions),
+        readers=ReaderWatch(bucket).lines(),
     )
 
 

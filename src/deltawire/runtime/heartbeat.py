@@ -24,7 +24,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import msgspec
@@ -35,13 +35,19 @@ from deltawire.errors import CorruptError, DeltawireError, RetryError
 from deltawire.events import Role
 from deltawire.runtime.lease import Lease
 from deltawire.runtime.signed_bucket import SignedBucket
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, open_bucket, traffic
 from deltawire.store.lanes import in_lane
 from deltawire.store.request_limit import refusals_of, refused_ago_s
 from deltawire.store.retrying import RetryingBucket
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json, encode_json
-from deltawire.wire.status import MAX_ALARM, MAX_STATUS_BYTES, Heartbeat, WorkerStatus
+from deltawire.wire.status import (
+    MAX_ALARM,
+    MAX_STATUS_BYTES,
+    Heartbeat,
+    StoreTraffic,
+    WorkerStatus,
+)
 
 HEARTBEAT_S = 2.0
 SLOWDOWN = 20.0
@@ -197,9 +203,15 @@ class HeartbeatWriter:
             worker=self.worker(),
             alarm=(self.alarm() or refusals_of(self._bucket.url))[:MAX_ALARM],
             build=build_name(),
+            traffic=store_traffic(),
         )
         bucket.put(keys.heartbeat(self._name), encode_json(heartbeat))
         self._number += 1
+
+
+def store_traffic() -> StoreTraffic:
+    """Returns what this process has asked of its stores."""
+    return StoreTraffic(**asdict(traffic()))
 
 
 def check_heartbeat(bucket: Bucket, key: str, process: str) -> Heartbeat | None:

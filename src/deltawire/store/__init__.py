@@ -8,6 +8,7 @@ from deltawire.store.opening import open_bucket
 from deltawire.store.parallel import REQUESTS, in_parallel
 from deltawire.store.probe import check_create_if_absent, overwrites_on_create
 from deltawire.store.retrying import RetryingBucket, RetryPolicy, WriterBucket
+from deltawire.store.traffic import Traffic, traffic
 
 __all__ = [
     "REQUESTS",
@@ -18,10 +19,12 @@ __all__ = [
     "ObjectMeta",
     "RetryPolicy",
     "RetryingBucket",
+    "Traffic",
     "WriterBucket",
     "check_create_if_absent",
     "in_parallel",
     "open_bucket",
     "overwrites_on_create",
     "require_bucket",
+    "traffic",
 ]

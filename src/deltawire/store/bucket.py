@@ -23,6 +23,7 @@ from deltawire.store.lanes import current_lane, in_lane
 from deltawire.store.ranges import AT_ONCE, RangeRequest, range_requests
 from deltawire.store.repeats import Repeats, opened_again, repeat
 from deltawire.store.request_limit import limit_of
+from deltawire.store.traffic import count
 from deltawire.store.translation import (
     is_panic,
     means_conflict,
@@ -101,10 +102,12 @@ class Bucket:
         """
         with self._errors("read", key):
             try:
-                return self._read(key, lambda store: self._get(store, key, limit))
+                data = self._read(key, lambda store: self._get(store, key, limit))
             except (exceptions.NotFoundError, FileNotFoundError) as error:
                 self._check_bucket_exists(error, key)
                 return None
+        count("read_bytes", len(data))
+        return data
 
     def _get(self, store: ObjectStore, key: str, limit: int) -> bytes:
         result = obstore.get(store, key)
@@ -134,6 +137,7 @@ class Bucket:
         if any(len(data) != one.length for one, data in zip(requests, answers, strict=True)):
             self._check_covers(key, ranges)
             raise RetryError("cannot read: the response was cut short", run=self.url, key=key)
+        count("read_bytes", sum(len(data) for data in answers))
         parts = [memoryview(b"")] * len(ranges)
         for one, data in zip(requests, answers, strict=True):
             for number in one.ranges:
@@ -165,10 +169,13 @@ class Bucket:
         with self._errors("write", key):
             if len(data) <= MULTIPART_BYTES:
                 self._write(key, lambda store: obstore.put(store, key, data, use_multipart=False))
+                count("written_bytes", len(data))
                 return
             # Of an upload in parts, the store's library repeats the part that failed.
             part = max(PART_BYTES, len(data) // MAX_PARTS)
             obstore.put(self.store, key, data, use_multipart=True, chunk_size=part)
+            count("requests", 2 - (-len(data) // part))  # One to begin, one to end.
+            count("written_bytes", len(data))
 
     def create(self, key: str, data: bytes) -> bool:
         """Stores an object unless its key exists; returns whether it was stored.
@@ -194,6 +201,7 @@ class Bucket:
                         break
                     time.sleep(pause_s * 2**attempt)
                 else:
+                    count("written_bytes", len(data))
                     return True
         raise RetryError("cannot write: another write is in progress", run=self.url, key=key)
 
@@ -353,6 +361,7 @@ class Bucket:
         """Makes a read. Each attempt waits until this process may send one more (see
         `deltawire.store.request_limit`)."""
         if self.local:
+            count("requests")
             return request(self.store)
         store, repeats = self._repeated()
         lane = current_lane()
@@ -360,6 +369,7 @@ class Bucket:
 
         def attempt() -> T:
             with limit.request(outcome_of, bulk=lane == "bulk"):
+                count("requests")
                 return request(store)
 
         return repeat(attempt, repeats, url=self.url, key=key)
@@ -367,9 +377,15 @@ class Bucket:
     def _write(self, key: str, request: Callable[[ObjectStore], T], *, once: bool = False) -> T:
         """Makes a write, which waits for no window: writes are few, and readers wait for them."""
         if self.local:
+            count("requests")
             return request(self.store)
         store, repeats = self._repeated()
-        return repeat(lambda: request(store), repeats, url=self.url, key=key, once=once)
+
+        def attempt() -> T:
+            count("requests")
+            return request(store)
+
+        return repeat(attempt, repeats, url=self.url, key=key, once=once)
 
     def _repeated(self) -> tuple[ObjectStore, Repeats]:
         """Returns a store whose library repeats nothing, and how its requests are repeated here, as

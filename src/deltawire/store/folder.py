@@ -26,6 +26,7 @@ from obstore.store import LocalStore
 from deltawire.errors import CorruptError, InputError
 from deltawire.private_files import open_beneath
 from deltawire.store.bucket import Bucket, ObjectMeta
+from deltawire.store.traffic import count
 
 ABANDONED_S = 24 * 3600.0
 """Temporary files older than this, in seconds, belong to no living process."""
@@ -65,6 +66,7 @@ class FolderBucket(Bucket):
                 return None
             descriptor, size = opened
             self._check_size(size, limit, key)
+            count("read_bytes", size)
             return _read(descriptor, 0, size)
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview] | None:
@@ -77,10 +79,12 @@ class FolderBucket(Bucket):
                 raise CorruptError(
                     "the object ends within the requested range", run=self.url, key=key
                 )
+            count("read_bytes", sum(length for _, length in ranges))
             return [memoryview(_read(descriptor, start, length)) for start, length in ranges]
 
     def head(self, key: str) -> ObjectMeta | None:
         """As `Bucket.head`."""
+        count("requests")
         with self._errors("read", key):
             try:
                 path = self._path(key)
@@ -109,6 +113,7 @@ class FolderBucket(Bucket):
             path = self._path(key)
             with self._temporary(path, data) as temporary:
                 temporary.replace(path)
+            count("written_bytes", len(data))
             self._flush_folder(path.parent)
 
     def create(self, key: str, data: bytes) -> bool:
@@ -119,6 +124,7 @@ class FolderBucket(Bucket):
             try:
                 with self._temporary(path, data) as temporary:
                     path.hardlink_to(temporary)
+                count("written_bytes", len(data))
             except FileExistsError:
                 made = False
             # If the object existed, its writer may have died before flushing the folder.
@@ -160,6 +166,7 @@ class FolderBucket(Bucket):
 
         Without ``O_NONBLOCK``, opening a named pipe would wait forever for a writer.
         """
+        count("requests")
         path = self._path(key)
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         try:
@@ -191,6 +198,7 @@ class FolderBucket(Bucket):
     @contextmanager
     def _temporary(self, path: Path, data: bytes) -> Iterator[Path]:
         """Writes ``data`` to a new file next to ``path``, which is removed on exit."""
+        count("requests")
         self._prepare(path.parent)
         temporary = path.with_name(f"{path.name}#{secrets.randbelow(10**15)}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)

@@ -20,6 +20,7 @@ from obstore.store import ObjectStore
 from deltawire.errors import RetryError, ThrottledError
 from deltawire.store.lanes import is_repeated
 from deltawire.store.request_limit import note_refusal
+from deltawire.store.traffic import count
 from deltawire.store.translation import translate
 
 T = TypeVar("T")
@@ -97,6 +98,7 @@ def repeat(
             if last:
                 raise
         pause_s = repeats.pause_s(attempt)
+        count("retries")
         time.sleep(pause_s)
         paused_s += pause_s
         attempt += 1

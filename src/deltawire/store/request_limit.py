@@ -30,6 +30,8 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 from urllib.parse import urlsplit
 
+from deltawire.store.traffic import count
+
 Outcome = Literal["answered", "refused", "lost"]
 """How a request ended: ``lost`` ones got no answer, which says nothing about the store's rate."""
 
@@ -274,6 +276,7 @@ def share_limit(url: str, make: Callable[[], RequestLimit]) -> None:
 
 def note_refusal(url: str) -> None:
     """Remembers that the store of a URL refused a request of this process just now."""
+    count("refused")
     now = time.monotonic()
     with _LOCK:
         since, last = _REFUSED.get(_place(url), (now, now))

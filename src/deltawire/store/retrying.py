@@ -15,6 +15,7 @@ from deltawire.errors import RetryError, ThrottledError
 from deltawire.store.bucket import Bucket
 from deltawire.store.delegating import DelegatingBucket, Verb
 from deltawire.store.lanes import current_lane, in_lane, repeated
+from deltawire.store.traffic import count
 
 T = TypeVar("T")
 
@@ -72,12 +73,14 @@ class RetryPolicy:
                 refused_s = self.clock() - began
                 if refused_s > self.throttled_s:
                     raise
+                count("retries")
                 longest_s = THROTTLED_PAUSE_S if paced else writer_pause_s(refused_s)
                 self.sleep(self.pause_s(refusals, longest_s))
                 refusals += 1
             except RetryError:
                 if attempt == self.retries:
                     raise
+                count("retries")
                 self.sleep(self.pause_s(attempt, LONGEST_PAUSE_S))
                 attempt += 1
 

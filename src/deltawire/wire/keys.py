@@ -24,6 +24,7 @@ IDENTITIES = "weights/identities/"
 ROLLOUTS = "rollouts/"
 REFERENCES = "references/"
 HEARTBEATS = "heartbeats/"
+READERS = "readers/"
 TOMBSTONES = "ended/"
 LEASES = "leases/"
 CHALLENGES = "challenges/"
@@ -236,6 +237,17 @@ def process_of(key: str) -> str | None:
     """Returns the process that a heartbeat's key names, None for any other key."""
     name = key.removeprefix(HEARTBEATS).removesuffix(".json")
     return name if key == f"{HEARTBEATS}{name}.json" and valid_name(name) else None
+
+
+def readers(host: str) -> str:
+    """Returns the key of the report of a host's readers."""
+    return f"{READERS}{_checked(host)}.json"
+
+
+def host_of(key: str) -> str | None:
+    """Returns the host that a report of readers names, None for any other key."""
+    name = key.removeprefix(READERS).removesuffix(".json")
+    return name if key == f"{READERS}{name}.json" and valid_name(name) else None
 
 
 def checkpoint_commit(version: int) -> str:

@@ -18,6 +18,8 @@ MAX_STATUS_BYTES = 4 << 20
 MAX_ALARM = 1024
 MAX_DETAIL = 256
 MAX_INCIDENTS = 256
+MAX_READERS = 256
+"""The most readers in the report of one host."""
 
 Phase = Literal["starting", "training", "stopped", "finished"]
 WorkerPhase = Literal["starting", "sampling", "stopped", "finished"]
@@ -124,6 +126,25 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Index = 0
 
 
+class StoreTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of a process's requests to all its stores since it started, repetitions included.
+
+    The stores refused ``refused`` because there were too many. Of the blobs that the host's readers
+    share, ``cache_hits`` were found and ``cache_misses`` fetched. ``anchors`` were stored, and
+    ``pruned`` versions deleted.
+    """
+
+    requests: Index = 0
+    retries: Index = 0
+    refused: Index = 0
+    read_bytes: Index = 0
+    written_bytes: Index = 0
+    cache_hits: Index = 0
+    cache_misses: Index = 0
+    anchors: Index = 0
+    pruned: Index = 0
+
+
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """A sign that a process is alive and makes progress, written by a thread of that process.
 
@@ -134,7 +155,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat of a process that ended normally. ``finished`` counts the pieces of work that it
     completed: versions, groups or evaluations. ``alarm`` says what the process could not read and
     therefore does not do, or that its store refuses requests; empty if all could be read.
-    ``build`` names the build that the process runs; empty for those without a name.
+    ``build`` names the build that the process runs; empty for those without a name. ``traffic`` is
+    null in heartbeats of older releases.
     """
 
     format: int = FORMAT
@@ -156,8 +178,41 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerStatus | None = None
     alarm: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
     build: Annotated[str, Meta(max_length=MAX_BUILD)] = ""
+    traffic: StoreTraffic | None = None
 
     @property
     def stalled(self) -> bool:
         """Returns whether the main thread has made no progress for longer than is allowed."""
         return not self.ended and self.quiet_s > self.allowed_s
+
+
+class ReaderReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that follows a run's weights and has no heartbeat: a pull, a relay, a rank of vLLM.
+
+    At ``at`` it held ``version`` (-1: none yet), ``lag`` versions less than the newest, the first
+    of which had been there for ``late_s``; ``reason`` says why, as far as it knows.
+    """
+
+    process: _Name
+    kind: Annotated[str, Meta(max_length=32)]
+    pid: int
+    started_at: float
+    at: float
+    version: Annotated[int, Meta(ge=-1)]
+    lag: Index = 0
+    late_s: _Seconds = 0.0
+    reason: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
+    ended: bool = False
+    build: Annotated[str, Meta(max_length=MAX_BUILD)] = ""
+    traffic: StoreTraffic = StoreTraffic()
+
+
+class HostReaders(msgspec.Struct, frozen=True, kw_only=True):
+    """The object at ``readers/<host>.json``: the readers of one host, replaced at most once a
+    minute. No decision depends on it, and nobody signs it.
+    """
+
+    format: int = FORMAT
+    host: _Name
+    at: float
+    readers: Annotated[list[ReaderReport], Meta(max_length=MAX_READERS)]

@@ -80,12 +80,12 @@ LINEAGE = keys.live_lineage("WORKER", 0)
 EVERY = [
     keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a",
     *WEIGHTS, *TRAINERS, *WORKERS, *OTHERS, *PROCESSES, SCORES, keys.TINKER_SERVER,
-    *GATEWAYS, LINEAGE,
+    *GATEWAYS, LINEAGE, keys.readers("HOST"),
 ]  # fmt: skip
 OWNERS = [keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a", *WEIGHTS]
 NEVER_BY_TRAINER = {
     keys.role("trainer"), keys.rollout("w0", 0), keys.rollout("WORKER", 0), SCORES,
-    keys.TINKER_SERVER, LINEAGE, *GATEWAYS,
+    keys.TINKER_SERVER, LINEAGE, keys.readers("HOST"), *GATEWAYS,
 }  # fmt: skip
 MAY_WRITE = {
     "owner": set(OWNERS),
@@ -95,7 +95,7 @@ MAY_WRITE = {
     "reference": set(REFERENCES),
     "gateway": set(GATEWAYS),
     "learner": {*WORKERS, LINEAGE},
-    "reader": set(),
+    "reader": {keys.readers("HOST")},
     "viewer": set(),
 }
 MAY_DELETE = {

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deltawire.cli.main import main
 from deltawire.dashboard.exporter import MAX_LABELS, RunCollector, application, listen
+from deltawire.dashboard.readers import ReaderLine
 from deltawire.dashboard.release import ReleaseStatus
 from deltawire.dashboard.state import RunState
 from deltawire.dashboard.status import ProcessLine, RunStatus, Spread, StalenessSplit
@@ -29,7 +30,7 @@ from deltawire.sync import create_run
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
 from deltawire.wire.run import Run, TensorSpec
-from deltawire.wire.status import Incident, TrainerStatus
+from deltawire.wire.status import Incident, StoreTraffic, TrainerStatus
 
 WATCHING = Path(__file__).parents[3] / "docs" / "WATCHING.md"
 TOKEN = "t-o-k-e-n"
@@ -137,7 +138,24 @@ STATUS = RunStatus(
             supervised=True,
             age_s=1.0,
             host="h",
+            traffic=StoreTraffic(requests=100, retries=7, refused=5, read_bytes=900, anchors=2),
         )
+    ],
+    readers=[
+        ReaderLine(
+            host="far",
+            process="relay-7",
+            kind="relay",
+            state=state,
+            version=4,
+            lag=3,
+            late_s=90.0,
+            reason="late",
+            age_s=20.0,
+            build="",
+            traffic=StoreTraffic(requests=50, cache_hits=9, pruned=1),
+        )
+        for state in ("late", "ended")
     ],
     problems=[],
     incidents=[Incident(worker="w3", kind="reward", count=2, quarantined=True)],
@@ -189,6 +207,17 @@ def test_every_figure_under_its_name() -> None:
     assert value("k3_nats", statistic="max") == 1e-6
     assert value("groups", state="in_flight") == 4
     assert value("probe", probe="hidden tests") == 0.5
+    worker, relay = (
+        {"process": name, "role": role, "host": host}
+        for name, role, host in (("w0", "worker", "h"), ("relay-7", "relay", "far"))
+    )
+    for name, shown in (("requests", 100), ("retries", 7), ("refused", 5), ("read_bytes", 900)):
+        assert value(f"store_{name}_total", **worker) == shown
+    assert (value("anchors_total", **worker), value("pruned_versions_total", **relay)) == (2, 1)
+    assert value("cache_hits_total", **relay) == 9
+    reader = {"reader": "relay-7", "kind": "relay", "host": "far"}
+    for name, shown in (("lag_versions", 3), ("late_seconds", 90), ("age_seconds", 20)):
+        assert value(f"reader_{name}", **reader) == shown
     assert (value("thinking_tokens"), value("forced_close_share")) == (5.5, 0.75)
     assert value("reused_tokens") == 3.0
     assert value("heldout_budget_accuracy", budget="8") == 0.5

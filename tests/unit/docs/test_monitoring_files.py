@@ -15,6 +15,7 @@ RULES = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["ru
 METRICS = set(re.findall(r"`(deltawire_\w+)`", (ROOT / "docs" / "WATCHING.md").read_text()))
 RUN = 'job="j", instance="i"'
 PROCESS = f'{RUN}, process="w0", role="worker"'
+READER = f'{RUN}, reader="relay-7", kind="relay", host="h"'
 HEALTHY = {
     f"deltawire_up{{{RUN}}}": "1",
     f'deltawire_run_info{{{RUN}, phase="training"}}': "1",
@@ -24,6 +25,10 @@ HEALTHY = {
     f"deltawire_process_ended{{{PROCESS}}}": "0",
     f"deltawire_process_restarts{{{PROCESS}}}": "1",
     f"deltawire_process_lag_versions{{{PROCESS}}}": "2",
+    f"deltawire_reader_late_seconds{{{READER}}}": "20",
+    f"deltawire_reader_age_seconds{{{READER}}}": "40",
+    f"deltawire_store_requests_total{{{PROCESS}}}": "0+100x",
+    f"deltawire_store_refused_total{{{PROCESS}}}": "0+1x",
     f'deltawire_idle_share{{{RUN}, role="trainer"}}': "0.2",
     f'deltawire_update_latency_seconds{{{RUN}, statistic="last"}}': "40",
     f"deltawire_problems{{{RUN}}}": "0",
@@ -37,6 +42,9 @@ FAULTS = {
     "DeltawireProcessSilent": ("deltawire_process_alive", "0"),
     "DeltawireProcessRestarts": ("deltawire_process_restarts", "4"),
     "DeltawireWorkerLags": ("deltawire_process_lag_versions", "5"),
+    "DeltawireReaderLate": ("deltawire_reader_late_seconds", "700"),
+    "DeltawireReaderSilent": ("deltawire_reader_age_seconds", "400"),
+    "DeltawireStoreRefuses": ("deltawire_store_refused_total", "0+10x"),
     "DeltawireTrainerWaits": ("deltawire_idle_share", "0.6"),
     "DeltawireUpdateLate": ("deltawire_update_latency_seconds", "700"),
     "DeltawireObjectsUnreadable": ("deltawire_problems", "1"),

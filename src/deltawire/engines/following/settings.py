@@ -28,6 +28,8 @@ class FollowSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     """True to swap to every new version without being asked."""
     threads: Annotated[int, Meta(ge=1, le=64)] = 1
     """Threads that decode, on each rank, in addition to the model's own."""
+    report: bool = True
+    """True to store in the run which version the ranks hold, once a minute for a host."""
     attest_every_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """Seconds between checks of all live bits, which repair any difference; 0 never checks."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,11 +15,13 @@ from deltawire.engines.vllm.adapter_names import adapter_tensors
 from deltawire.engines.vllm.adapter_slot import AdapterSlot, read_settings
 from deltawire.engines.vllm.refusals import refuse
 from deltawire.errors import DeltawireError, InputError
+from deltawire.runtime.reader_report import ReaderReporter
 from deltawire.store import Bucket
 from deltawire.wire.run import Run
 
 _RANK = "_deltawire_rank"
 """The attribute of a model that holds its `RankWeights`: some callers have only the model."""
+_REPORTER = "_deltawire_reporter"
 
 
 def keep_rank(model: torch.nn.Module, rank: RankWeights) -> None:
@@ -65,7 +68,7 @@ def open_rank(model: torch.nn.Module, vllm_config: Any, settings: FollowSettings
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
-    return RankWeights(
+    rank = RankWeights(
         model,
         settings,
         RankGroup(group.cpu_group, group.rank_in_group, group.world_size),
@@ -73,6 +76,23 @@ def open_rank(model: torch.nn.Module, vllm_config: Any, settings: FollowSettings
         open_slot=lambda bucket, run: _open_slot(model, bucket, run),
         context=_Reentered(lambda: set_current_vllm_config(vllm_config)),
     )
+    if settings.report:
+        _report(model, rank)
+    return rank
+
+
+def _report(model: torch.nn.Module, rank: RankWeights) -> None:
+    """Reports what a rank holds, in place of a rank that the model had before."""
+    if (before := model.__dict__.get(_REPORTER)) is not None:
+        before.stop()
+    reporter = ReaderReporter(
+        rank.subscriber.bucket,
+        "vllm",
+        name=f"vllm-{os.getpid()}-rank-{rank.peers.number}",
+        state=lambda: (rank.version, rank.status()["failure"]),
+    )
+    model.__dict__[_REPORTER] = reporter
+    reporter.start()
 
 
 def _open_slot(model: torch.nn.Module, bucket: Bucket, run: Run) -> AdapterSlot | None:

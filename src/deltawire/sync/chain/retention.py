@@ -47,6 +47,7 @@ import msgspec
 from deltawire.codec import ZERO
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, in_parallel
+from deltawire.store.traffic import count
 from deltawire.sync.chain.evidence import Sound, Unknown, require_evidence
 from deltawire.sync.chain.gc_intents import delete_blobs, drop_dead_intents, store_clock
 from deltawire.sync.chain.history import evidence_of_version
@@ -151,7 +152,10 @@ def prune(
             f"the grace period is {grace_s} s", hint="give 0 or more seconds", run=bucket.url
         )
     call = _Retention(RetryingBucket.over(bucket), run, signer, sealed, dry_run=dry_run)
-    return call.prune(cutoff, timedelta(seconds=grace_s))
+    found = call.prune(cutoff, timedelta(seconds=grace_s))
+    if not dry_run:
+        count("pruned", len(found.manifests))
+    return found
 
 
 class _Retention:

@@ -45,6 +45,7 @@ from deltawire.private_files import OtherUsersError, open_private, private_folde
 from deltawire.store import Bucket
 from deltawire.store.host_limit import HostLimit
 from deltawire.store.request_limit import refused_ago_s, share_limit
+from deltawire.store.traffic import count
 from deltawire.sync.chain.objects import get_blob
 from deltawire.wire.payload import BlobRef
 
@@ -135,6 +136,7 @@ class BlobCache:
         while True:
             parts = self._read_file(ref, ranges)
             if parts is not None:
+                count("cache_hits")
                 with self._counting:
                     self.shared_bytes += sum(length for _, length in ranges)
                 return parts
@@ -225,6 +227,7 @@ class BlobCache:
 
     def _fetch(self, ref: BlobRef) -> bytes | bytearray:
         data = get_blob(self.bucket, ref)
+        count("cache_misses")
         with self._counting:
             self.fetched_bytes += len(data)
         return data

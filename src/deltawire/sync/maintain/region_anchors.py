@@ -29,6 +29,7 @@ from blake3 import blake3
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, DeltawireError, RetryError
+from deltawire.store.traffic import count
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import (
@@ -176,6 +177,7 @@ class RegionAnchors:
                 )
         done = self._store(stated, stated.payload, copy=copy)
         self._destination.create(key, data)
+        count("anchors")
         refs = self._copies.blobs_of([stated.payload], version)
         if not blobs_stay(self._destination, self._run, refs, unsigned=self._unsigned):
             self._store(stated, stated.payload, copy=copy)

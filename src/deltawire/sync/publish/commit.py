@@ -23,6 +23,7 @@ from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, FencedError, InputError, RetryError
 from deltawire.store import Bucket, ObjectMeta, WriterBucket, check_create_if_absent
+from deltawire.store.traffic import count
 from deltawire.sync.chain.evidence import read_again, require_evidence
 from deltawire.sync.chain.objects import (
     check_manifest,
@@ -459,6 +460,8 @@ class VersionWriter:
         """
         if newest_retention_floor(self.bucket, self.run) > manifest.version:
             raise self.fence(manifest.version, "retention has closed this version meanwhile")
+        if manifest.anchor is not None:
+            count("anchors")
 
         def again() -> None:
             if self._encode(whole=False).delta != encoded.delta:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from deltawire.codec import Digest
 from deltawire.errors import BugError, DeltawireError, InputError
+from deltawire.store.traffic import count
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import newest_retention_floor, read_compacted_delta
 from deltawire.sync.chain.payloads import store_payload, table_blobs
@@ -145,6 +146,7 @@ class LaterAnchors:
                     version=version,
                     key=key,
                 )
+        count("anchors")
         tables = table_blobs([ref])
 
         def again() -> None:

@@ -201,8 +201,9 @@ function showFigures(place, found, { home }) {
   const sets = Object.entries(status?.heldout_sets || {});
   const sources = Object.entries(status?.heldout_sources || {});
   const further = Object.entries(status?.lines || {});
+  const readers = status?.readers || [];
   const measured = found.figures.filter((one) => one.value !== null);
-  const key = JSON.stringify([failures, sets, sources, further, measured.map((one) => one.text), found.notes.length, found.notes[0], status?.probes, status?.settings]);
+  const key = JSON.stringify([failures, sets, sources, further, readers, measured.map((one) => one.text), found.notes.length, found.notes[0], status?.probes, status?.settings]);
   if (place.dataset.key === key) return;
   place.dataset.key = key;
   const open = new Set([...place.querySelectorAll("details[open]")].map((one) => one.id));
@@ -214,6 +215,9 @@ function showFigures(place, found, { home }) {
       h("tbody", {}, sources.map(([name, one]) => h("tr", {}, h("th", { scope: "row" }, clean(name, 60)), ["loss", "perplexity", "tokens", "documents"].map((part) => h("td", { class: "number" }, number(one[part]))))))))) : null,
     status?.release ? releaseCard(status.release, home) : null,
     further.length ? card("Further precisions", { id: "lines", caption: "The newest version in each precision that the run publishes next to its own." }, pairs(further.map(([name, held]) => [clean(name, 64), number(held)]))) : null,
+    readers.length ? card("Readers", { id: "readers", wide: true, caption: "Pulls, relays and ranks of vLLM that follow the run, as they reported within the last day. Nobody signs these reports." }, h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Reader", "State", "Version", "Lag", "Read", "Requests", "Repeated", "Refused", "Last report"].map((name, at) => h("th", { scope: "col", class: at > 1 ? "number" : null }, name)))),
+      h("tbody", {}, readers.slice(0, 100).map((one) => h("tr", { class: one.state === "ended" ? "faint" : null }, h("th", { scope: "row" }, clean(`${one.host} ${one.process}`, 80)), h("td", {}, clean(one.state === "late" ? `late by ${age(one.late_s)}${one.reason ? `: ${one.reason}` : ""}` : one.state, 200)),
+        [number(one.version), number(one.lag), bytes(one.traffic.read_bytes), number(one.traffic.requests), number(one.traffic.retries), number(one.traffic.refused), `${age(one.age_s)} ago`].map((text) => h("td", { class: "number" }, text)))))))) : null,
     failures.length ? card("Failures", { id: "failures", caption: "By cause, over the last minutes." }, pairs(failures.slice(0, 40).map(([cause, count]) => [cause.startsWith("episode: ") ? h("a", { href: `${home}/rollouts?${new URLSearchParams({ cause: cause.slice(9) })}` }, clean(cause, 120)) : clean(cause, 120), number(count)]))) : null,
     card("Journal", { id: "journal", caption: "Starts, ends, restarts, alarms and changed settings, the newest first.", tools: buttons(["CSV", "Download the journal", () => download("journal.csv", csv([["time", "process", "event"], ...found.notes.map((one) => [when(one.at), one.process, one.text])]))]) },
       found.notes.length ? h("ol", { class: "journal", tabindex: 0, "aria-label": "Journal" }, found.notes.map((one) => h("li", { class: one.bad ? "bad" : null }, h("time", {}, clock(one.at)), h("b", {}, clean(one.process, 40)), h("span", {}, clean(one.text, 300))))) : empty("Nothing yet.")),

@@ -1,0 +1,293 @@
+"""Reports of processes that follow a run's weights and are no processes of the run.
+
+A pull, a relay and a rank of vLLM have no lease and no heartbeat. Each of them reports once a
+minute which version it holds, how late it is and why, and what it asked of its stores. All readers
+of a host share one object, so that a thousand hosts cost a thousand small writes a minute.
+
+Concurrency::
+
+    follower's thread        reporter's thread                 a folder of this host
+      holds, waits ────────▶ every `EVERY_S`: looks for newer
+                             versions, writes its own file ──▶ <pid>.json
+                             if nobody stored the object
+                             for `EVERY_S`: ◀──────────────── all files, under a lock
+                                │
+                                ▼
+                             readers/<host>.json
+
+A reader whose credentials only read does not report: the store refuses the first write, and no
+other is tried. No report ends or delays its process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+from blake3 import blake3
+
+from deltawire.builds import build_name
+from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
+from deltawire.private_files import private_folder, read_private, replace_private
+from deltawire.runtime.heartbeat import store_traffic
+from deltawire.store import Bucket, ObjectMeta, RetryingBucket
+from deltawire.store.request_limit import refusals_of
+from deltawire.sync import newest_version
+from deltawire.wire import keys
+from deltawire.wire.objects import decode_json, encode_json
+from deltawire.wire.status import MAX_ALARM, MAX_READERS, HostReaders, ReaderReport
+
+EVERY_S = 60.0
+FIRST_S = 1.0
+"""A reader that holds its first version reports soon."""
+GONE_S = 180.0
+"""A report that was not renewed for so long is of a process that is gone, or stands still."""
+KEPT_S = 86_400.0
+"""Views leave out reports that are older than this."""
+MAX_HOST_BYTES = 1 << 20
+
+Kind = Literal["pull", "relay", "vllm"]
+"""The kinds of readers. Views show any other word, too: a later release may know more."""
+
+_LOG = logging.getLogger("deltawire.sync")
+
+
+class ReaderReporter:
+    """Reports one reader of ``bucket`` from a thread.
+
+    ``places`` are the buckets that may hold the report, of which the first that can be written to
+    gets it; by default ``bucket``. ``state`` returns the version held and what keeps the reader
+    from a newer one, in place of `holds` and `waits`. ``folder`` is where the readers of a host
+    meet.
+
+    Example::
+
+        with ReaderReporter(bucket, "pull").running() as reporter:
+            reporter.holds(version)
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        kind: Kind,
+        *,
+        places: list[Bucket] | None = None,
+        name: str = "",
+        state: Callable[[], tuple[int, str]] | None = None,
+        folder: Path | None = None,
+        every_s: float = EVERY_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._bucket = RetryingBucket.over(bucket)
+        self._places = [bucket] if places is None else list(places)
+        self._kind: Kind = kind
+        self._name = name or f"{kind}-{os.getpid()}"
+        self._host = _host()
+        self._folder = folder
+        self._every_s = every_s
+        self._clock = clock
+        self._started_at = clock()
+        self._noted = -1, ""
+        self._state = state or (lambda: self._noted)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reader-report", daemon=True)
+
+    def holds(self, version: int) -> None:
+        """Notes that the reader holds a version, and is no longer kept from it."""
+        self._noted = version, ""
+
+    def waits(self, reason: str) -> None:
+        """Notes why the reader does not hold the newest version; empty if nothing keeps it."""
+        self._noted = self._noted[0], reason
+
+    @contextmanager
+    def running(self) -> Iterator[ReaderReporter]:
+        """Reports while the body runs, and once more when it has ended."""
+        self._thread.start()
+        try:
+            yield self
+        finally:
+            self._closed.set()
+            self._thread.join(timeout=10.0)
+
+    def start(self) -> None:
+        """Reports until the process ends."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the reports, after one that says that the reader ended."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        try:
+            pause_s = FIRST_S
+            while not self._closed.wait(pause_s):
+                if self._state()[0] >= 0 or self._clock() - self._started_at > self._every_s:
+                    self.report()
+                    pause_s = self._every_s
+            self.report(ended=True)
+        except Exception as error:  # A report is no reason to end a reader.
+            _LOG.warning("this reader is no longer reported: %s: %s", type(error).__name__, error)
+
+    def report(self, *, ended: bool = False) -> bool:
+        """Writes this reader's file, and stores the host's object if that is due; returns whether
+        it did. Nothing happens once no place can be written to."""
+        if not self._places:
+            return False
+        own = self._compare(ended=ended)
+        try:
+            with self._shared() as folder:
+                replace_private(folder / f"{os.getpid()}-{self._name}.json", encode_json(own))
+                last = folder / "stored"
+                with suppress(FileNotFoundError):
+                    if not ended and self._clock() - last.stat().st_mtime < self._every_s:
+                        return False
+                if not self._store(self._readers(folder)):
+                    return False
+                last.touch()
+                os.utime(last, (self._clock(), self._clock()))
+                return True
+        except (InputError, OSError):  # The folder is not ours, or full: this reader reports alone.
+            return self._store([own])
+
+    def _compare(self, *, ended: bool) -> ReaderReport:
+        """Compares what is held with what the bucket has."""
+        held, reason = self._state()
+        lag, late_s = 0, 0.0
+        reason = refusals_of(self._bucket.url) or reason
+        try:
+            following = self._bucket.head(keys.manifest(held + 1))
+            if following is not None:
+                late_s = max(0.0, self._clock() - following.modified.timestamp())
+                newest = newest_version(self._bucket, newer_than=held)
+                lag = max(0, (held if newest is None else newest) - max(held, 0))
+        except RetryError as error:
+            reason = reason or str(error)
+        except (CorruptError, InputError):  # The follower says so itself.
+            pass
+        now = self._clock()
+        return ReaderReport(
+            process=self._name[:64],
+            kind=self._kind,
+            pid=os.getpid(),
+            started_at=self._started_at,
+            at=now,
+            version=held,
+            lag=lag,
+            late_s=late_s,
+            reason=reason[:MAX_ALARM],
+            ended=ended,
+            build=build_name(),
+            traffic=store_traffic(),
+        )
+
+    @contextmanager
+    def _shared(self) -> Iterator[Path]:
+        """Locks the folder in which the readers of this host that report to the same place meet.
+        Raises `InputError` if another one has it for longer than a second."""
+        place = blake3(self._places[0].url.encode()).hexdigest(8)
+        root = self._folder or Path(tempfile.gettempdir()) / f"deltawire-readers-{os.getuid()}"
+        folder = private_folder(private_folder(root) / place)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            for _ in range(100):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    time.sleep(0.01)
+                else:
+                    break
+            else:
+                raise InputError(f"{folder / 'lock'} is held by another process")
+            yield folder
+        finally:
+            os.close(descriptor)
+
+    def _readers(self, folder: Path) -> list[ReaderReport]:
+        """Reads the files of all readers, and removes those of processes that are gone."""
+        found = []
+        for path in sorted(folder.glob("*.json")):
+            with suppress(CorruptError, InputError, OSError):
+                data = read_private(path, MAX_HOST_BYTES) or b""
+                one = decode_json(data, ReaderReport, run=self._bucket.url, key=path.name)
+                if self._clock() - one.at < GONE_S:
+                    found.append(one)
+                    continue
+            path.unlink(missing_ok=True)
+        return sorted(found, key=lambda one: -one.at)[:MAX_READERS]
+
+    def _store(self, readers: list[ReaderReport]) -> bool:
+        """Stores the host's object in the first place that takes it."""
+        made = HostReaders(host=self._host, at=self._clock(), readers=readers)
+        while self._places:
+            try:
+                self._places[0].put(keys.readers(self._host), encode_json(made))
+            except RetryError:  # In a minute, perhaps.
+                return False
+            except DeltawireError:
+                self._places.pop(0)
+                continue
+            return True
+        return False
+
+
+def _host() -> str:
+    """The name of this host, as a key can carry it."""
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:63].lstrip("-_")
+    return name if keys.valid_name(name) else f"host-{blake3(name.encode()).hexdigest(4)}"
+
+
+class ReaderReports:
+    """Reads the reports of all hosts, each again only when a listing shows that it changed.
+
+    Example::
+
+        for report in ReaderReports(bucket).poll():
+            print(report.host, report.readers)
+    """
+
+    def __init__(self, bucket: Bucket, *, clock: Callable[[], float] = time.time) -> None:
+        self._bucket = bucket
+        self._clock = clock
+        self._known: dict[str, tuple[ObjectMeta, HostReaders]] = {}
+        self.errors: list[CorruptError] = []
+        """One for each report that cannot be read."""
+
+    def poll(self) -> list[HostReaders]:
+        """Returns the reports that are younger than `KEPT_S`, by host; raises `RetryError`."""
+        now, self.errors = self._clock(), []
+        known, self._known = self._known, {}
+        for entry in self._bucket.list_objects(keys.READERS):
+            host = keys.host_of(entry.key)
+            if host is None or now - entry.modified.timestamp() > KEPT_S:
+                continue
+            if entry.key in known and known[entry.key][0] == entry:
+                self._known[entry.key] = known[entry.key]
+                continue
+            try:
+                found = self._read(entry.key, host)
+            except CorruptError as error:
+                self.errors.append(error)
+                continue
+            if found is not None:
+                self._known[entry.key] = entry, found
+        return [found for _, found in self._known.values()]
+
+    def _read(self, key: str, host: str) -> HostReaders | None:
+        data = self._bucket.get(key, limit=MAX_HOST_BYTES)
+        if data is None:
+            return None
+        found = decode_json(data, HostReaders, run=self._bucket.url, key=key)
+        if found.host != host:
+            raise CorruptError("a report of another host", run=self._bucket.url, key=key)
+        return found
