@@ -17,6 +17,7 @@ import leases
 import ledgers
 import worlds
 from compactions import compaction
+from erasures import erasures, first_time, once_a_look
 from exploring import Bounds, Found, World, explore
 from ledgers import consumption
 from ranks import ranks
@@ -24,6 +25,9 @@ from relays import relays
 from stepping import ScriptedBucket
 
 from deltawire.errors import CorruptError, InputError
+from deltawire.live.capture.uploader import SpoolUploader
+from deltawire.live.capture.uploader import _without as without
+from deltawire.live.erasure import forgetting
 from deltawire.runtime.lease import Lease
 from deltawire.sync.chain import gc_intents, history, retention, tags
 from deltawire.sync.chain.evidence import Absent, Sound, listed_twice
@@ -32,6 +36,7 @@ from deltawire.sync.publish import commit, sharded
 from deltawire.sync.publish import compaction as compacting
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.wire import keys
+from deltawire.wire.captures import encode_segment
 from deltawire.wire.ledger import Ledger
 
 NO_ANSWER = frozenset({"lost", "late"})
@@ -74,6 +79,7 @@ _stalls = partial(worlds.deletions, whole=False, stalls=True)
 _compacted = partial(compaction, whole=False)
 _twice = partial(ranks, sessions=("old", "new"))
 _deleted = partial(ranks, deleting=True)
+_both = partial(erasures, users=("ann", "bob"), uploading=False)
 
 CASES = [
     Case("one writer", _writers([11, 21]), Bounds(1), small=True),
@@ -122,6 +128,9 @@ CASES = [
     Case("two ranks, twice, no answer", _twice, Bounds(1, kinds=NO_ANSWER)),
     Case("two ranks, deletion of blobs, bad answers", _deleted, Bounds(1, kinds=BAD)),
     Case("two ranks, deletion of blobs, no answer", _deleted, Bounds(1, kinds=NO_ANSWER)),
+    Case("an erasure, a gateway", erasures, Bounds(1)),
+    Case("an erasure, a gateway, no answer", erasures, Bounds(1, kinds=NO_ANSWER), small=True),
+    Case("two erasures", _both, Bounds(1, kinds=NO_ANSWER)),
     Case("consumption", consumption, Bounds(), small=True),
     Case("consumption, groups deleted", partial(consumption, trims=True), Bounds()),
     Case("consumption of one group", partial(consumption, groups=1, steps=1), Bounds(1)),
@@ -208,6 +217,10 @@ def _believed(_bucket: Any, _key: str, read: Callable[[], Any]) -> Any:
 
 def _deleted_is_foreign(*args: Any, **more: Any) -> bytes:
     return _AGREED(*args, **more) or b"deleted"
+
+
+def _as_wanted(self: SpoolUploader, _stream: Any, number: int, rows: list[bytes]) -> bytes:
+    return encode_segment(self._gateway, number, without(rows, self._forgotten()))
 
 
 _AGREED = sharded.require_agreed
@@ -317,6 +330,23 @@ BROKEN = [
     Broken(
         "a rank that takes a part which the leader deleted for another's", ranks, Bounds(1),
         "nobody else wrote", (_patch(sharded, "require_agreed", _deleted_is_foreign),),
+    ),
+    Broken(
+        "a gateway that does not read again who was forgotten",
+        partial(erasures, reading=first_time), Bounds(), "who was forgotten",
+    ),
+    Broken(
+        "a gateway that lists once who was forgotten", partial(erasures, reading=once_a_look),
+        Bounds(1, kinds=SHORT), "who was forgotten",
+    ),
+    Broken(
+        "a gateway that takes what it has stored before as it is", erasures,
+        Bounds(1, kinds=NO_ANSWER), "who was forgotten",
+        (_patch(SpoolUploader, "_stored_before", _as_wanted),),
+    ),
+    Broken(
+        "erasures that do not look for others", _both, Bounds(), "who was forgotten",
+        (_patch(forgetting, "_forgotten", lambda _: frozenset()),),
     ),
     Broken(
         "a trainer that does not read what was consumed", consumption, Bounds(), "consumed twice",

@@ -1,11 +1,13 @@
 """An erasure meets a gateway, a learner or another erasure at any of their requests."""
 
 import itertools
+from contextlib import suppress
 
 import pytest
 from forgotten_users import BOB, CAROL, everything_in, learned, tokens_of
 from live_answers import NOW, answer, config_of, put_rows, report
 
+from deltawire.errors import RetryError
 from deltawire.live.capture.spool import Spool
 from deltawire.live.capture.uploader import SpooledStream, SpoolUploader
 from deltawire.live.erasure.forgetting import forget_user
@@ -24,19 +26,28 @@ OWNERS = {2: BOB, 3: CAROL}
 
 
 class Meeting(DelegatingBucket):
-    """Calls ``meet`` once, before its ``at``-th request or after it."""
+    """Calls ``meet`` once, before its ``at``-th request or after it.
 
-    def __init__(self, inner, at, meet, *, after):
+    If that is a write, its answer may be ``lost``; with ``short``, the next listing of the users
+    who were forgotten shows none.
+    """
+
+    def __init__(self, inner, at, meet, *, after=False, fault=""):
         super().__init__(inner)
-        self.left, self.meet, self.after = at, meet, after
+        self.left, self.meet, self.after, self.fault = at, meet, after, fault
 
     def _call(self, verb, key, operation):
         self.left -= 1
+        if self.left < 0 and (self.fault, verb, key) == ("short", "list", keys.LIVE_FORGOTTEN):
+            self.fault = ""
+            return []
         if self.left == 0 and not self.after:
             self.meet()
         found = operation()
         if self.left == 0 and self.after:
             self.meet()
+        if self.left == 0 and self.fault == "lost" and verb in ("create", "put"):
+            raise RetryError("no answer")
         return found
 
 
@@ -84,8 +95,10 @@ def test_an_erasure_at_any_request_of_an_upload_leaves_nothing(tmp_path, after):
     assert at > 4, "reading the records and storing two segments are requests to meet at"
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_an_erasure_at_any_request_of_a_learner_leaves_nothing(after):
+@pytest.mark.parametrize(
+    ("after", "fault"), [(False, ""), (True, ""), (False, "lost"), (False, "short")]
+)
+def test_an_erasure_at_any_request_of_a_learner_leaves_nothing(after, fault):
     for at in itertools.count(1):
         bucket = open_bucket("memory://")
         run = start_run(bucket)
@@ -97,12 +110,16 @@ def test_an_erasure_at_any_request_of_a_learner_leaves_nothing(after):
         found = []
         meeting = Meeting(
             bucket, at, lambda b=bucket, r=run, f=found: f.append(forget_user(b, r, BOB)),
-            after=after,
+            after=after, fault=fault,
         )  # fmt: skip
         records = LiveRecords(meeting)
         records.poll()
         groups = LiveGroups(meeting, "live", GroupMaker(config_of(), records), first=0)
-        stored = groups.store("n0", NOW + 100)
+        stored = False
+        with suppress(RetryError):
+            stored = groups.store("n0", NOW + 100)
+        if fault:  # The learner asks again, and finds what it has stored.
+            stored = groups.store("n0", NOW + 100) or stored
         if meeting.left > 0:
             break
         assert_forgotten(bucket, [BOB], [2])

@@ -3,8 +3,8 @@
 A segment is created under a key that follows from its number, so an upload that is repeated after
 a crash changes nothing. While the store does not answer, segments wait; answers do not.
 
-Users are forgotten meanwhile. So who was forgotten is read after a segment was stored and before it
-leaves the spool: an erasure that began earlier may have listed the bucket without it.
+Users are forgotten meanwhile. So who was forgotten is read after a segment was stored, or replaced,
+and before it leaves the spool: an erasure that began earlier may have listed the bucket without it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -25,6 +26,7 @@ from deltawire.wire.captures import (
     Capture,
     Feedback,
     decode_segment,
+    encode_row,
     encode_segment,
 )
 from deltawire.wire.objects import prepared
@@ -135,22 +137,41 @@ class SpoolUploader(threading.Thread):
             stream.spool.set_aside(number)
             self._report(error.message)
             return
-        stored = _without(rows, self._forgotten())
-        data = encode_segment(self._gateway, number, stored)
+        data = encode_segment(self._gateway, number, _without(rows, self._forgotten()))
         if not self._bucket.create(key, data):
-            found = self._bucket.get(key, limit=MAX_SEGMENT_BYTES)
-            if found is None:
-                raise RetryError("a stored segment disappeared", run=self._bucket.url, key=key)
-            if found != data:  # An erasure may have replaced it; anything else is not ours.
-                decode_segment(
-                    found, stream.kind, gateway=self._gateway, number=number,
-                    run=self._bucket.url, key=key,
-                )  # fmt: skip
-        kept = _without(stored, self._forgotten())
-        if len(kept) < len(stored):
-            self._bucket.put(key, encode_segment(self._gateway, number, kept))
+            data = self._stored_before(stream, number, rows)
+        while True:
+            # Twice: one listing that came back short would keep a user's rows there.
+            kept = _without(rows, {*self._forgotten(), *self._forgotten()})
+            wanted = encode_segment(self._gateway, number, kept)
+            if data == wanted:
+                break
+            # Looked at again afterwards: this may undo what an erasure has just replaced.
+            self._bucket.put(key, wanted)
+            data = wanted
         self.uploaded += len(kept)
         stream.spool.remove(number)
+
+    def _stored_before(self, stream: SpooledStream, number: int, rows: list[bytes]) -> bytes:
+        """Returns the segment that an earlier attempt stored, whose answer was lost.
+
+        An erasure may have taken rows from it; any others are not this gateway's.
+        """
+        key = stream.key(self._gateway, number)
+        data = self._bucket.get(key, limit=MAX_SEGMENT_BYTES)
+        if data is None:
+            raise RetryError("a stored segment disappeared", run=self._bucket.url, key=key)
+        decode = partial(
+            decode_segment,
+            kind=stream.kind, gateway=self._gateway, number=number, run=self._bucket.url, key=key,
+        )  # fmt: skip
+        whole = encode_segment(self._gateway, number, rows)
+        found, mine = ({encode_row(row) for row in decode(one)} for one in (data, whole))
+        if not found <= mine:
+            raise CorruptError(
+                "another gateway has stored a segment in its place", run=self._bucket.url, key=key
+            )
+        return data
 
     def _report(self, message: str) -> None:
         if message != self.alarm:

@@ -467,15 +467,14 @@ class Recorder:
 
     def _read_forgotten(self) -> frozenset[str]:
         self.readmitted = readmitted_users(self._bucket)
-        found = forgotten_users(self._bucket)
-        new = found - self.forgotten
-        self.forgotten = found
+        new = forgotten_users(self._bucket) - self.forgotten
+        self.forgotten |= new  # A record stays, also if one listing comes back short.
         for user in new:
             self.conversations.forget(user)
         if new:  # Nobody can tell whose rows a damaged segment holds.
             self.captures.remove_damaged()
             self.feedback.remove_damaged()
-        return found
+        return self.forgotten
 
 
 def serving_only(user: str, conversation: str) -> Assignment:

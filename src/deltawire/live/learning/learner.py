@@ -40,6 +40,7 @@ from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import Fleet
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
 from deltawire.store import Bucket
+from deltawire.sync.chain.evidence import require_agreed
 from deltawire.wire import keys
 from deltawire.wire.lineage import MAX_LINEAGE_BYTES, Lineage, without_users
 from deltawire.wire.objects import decode_json, encode_json
@@ -130,37 +131,47 @@ class LiveGroups:
         the record is read here, before anything of the user is in a group.
         """
         key = keys.live_lineage(self._worker, lineage.sequence)
-        records = self._maker.records
-        data = encode_json(without_users(lineage, records.forgotten))
-        if self._bucket.create(key, data):
-            if records.poll_forgotten():
-                self._bucket.put(key, encode_json(without_users(lineage, records.forgotten)))
-            return
-        found = self._bucket.get(key, limit=MAX_LINEAGE_BYTES)
-        records.poll_forgotten()
-        wanted = without_users(lineage, records.forgotten)
-        if found is not None and found != data:
-            stored = decode_json(found, Lineage, run=self._bucket.url, key=key)
-            found = data if without_users(stored, records.forgotten) == wanted else b""
-        if found != data:
-            raise self._fenced(key)
+        forgotten = self._maker.records.forgotten
+        data = encode_json(without_users(lineage, forgotten))
+        found: bytes | None = data
+        if not self._bucket.create(key, data):  # An earlier attempt stored it, or another learner.
+            found = require_agreed(
+                self._bucket, key, limit=MAX_LINEAGE_BYTES, so="no group was stored"
+            )
+            self._maker.records.poll_forgotten()
+            stored = found and decode_json(found, Lineage, run=self._bucket.url, key=key)
+            if not stored or without_users(stored, forgotten) != without_users(lineage, forgotten):
+                raise self._fenced(key)
+        self._forget(key, found, lambda: encode_json(without_users(lineage, forgotten)))
 
     def _create_group(self, lineage: Lineage, group: Group) -> None:
         key = keys.rollout(self._worker, lineage.sequence)
-        data = encode_group(group)
-        created = self._bucket.create(key, data)
-        found = data if created else self._bucket.get(key, limit=MAX_GROUP_BYTES)
-        records = self._maker.records
-        records.poll_forgotten()
-        left = group_without_users(group, lineage, records.forgotten)
+        forgotten = self._maker.records.forgotten
+        found: bytes | None = (data := encode_group(group))
+        if not self._bucket.create(key, data):
+            found = require_agreed(
+                self._bucket, key, limit=MAX_GROUP_BYTES, so="no group was stored"
+            )
+        self._maker.records.poll_forgotten()
         if found != data:  # Stored by an earlier attempt, and perhaps changed by an erasure.
             touched = found is not None and any(
-                one.user in records.forgotten or not one.user for one in lineage.answers
+                one.user in forgotten or not one.user for one in lineage.answers
             )
             if not touched or decode_group(found or b"", run="", key=key).nonce != group.nonce:
                 raise self._fenced(key)
-        if found != encode_group(left):
-            self._bucket.put(key, encode_group(left))
+        self._forget(
+            key, found, lambda: encode_group(group_without_users(group, lineage, forgotten))
+        )
+
+    def _forget(self, key: str, found: bytes | None, wanted: Callable[[], bytes]) -> None:
+        """Replaces an object as long as it is not ``wanted``, which has nothing of the users who
+        were forgotten by then: this may undo what an erasure has just replaced."""
+        while True:
+            self._maker.records.poll_forgotten()
+            if found == (left := wanted()):
+                return
+            self._bucket.put(key, left)
+            found = left
 
     def _fenced(self, key: str) -> FencedError:
         return FencedError(

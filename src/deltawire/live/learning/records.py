@@ -60,8 +60,11 @@ class LiveRecords:
 
     def poll_forgotten(self) -> frozenset[str]:
         """Drops the rows of users who were forgotten, and returns those that are new. Raises
-        `RetryError`."""
-        gone = forgotten_users(self._bucket) - self.forgotten
+        `RetryError`.
+
+        Listed twice: a learner stores data of those that one short listing left out.
+        """
+        gone = (forgotten_users(self._bucket) | forgotten_users(self._bucket)) - self.forgotten
         if gone:
             self.forgotten |= gone
             self._drop(gone)
