@@ -90,7 +90,11 @@ class Server:
         return self.log.read_text(errors="replace")[-6000:]
 
     def __enter__(self):
-        return self.wait()
+        try:
+            return self.wait()
+        except BaseException:  # No test ends a server that did not start.
+            self.end()
+            raise
 
     def __exit__(self, *_):
         self.end()
