@@ -78,9 +78,16 @@ def warnings_of(config: RunConfig) -> list[str]:
     """Returns what is allowed and probably a mistake, a sentence each."""
     path = Path(config.model.path)
     tasks = [one for one in config.task.each() if one.environment in ("dataset", "reasoning_gym")]
-    if not config.model.path or not tasks:
-        return []
     found = []
+    sampled, computed = config.rollout.precision, config.train.compute
+    if config.midtrain is None and sampled != computed:
+        found.append(
+            f"workers sample in {sampled} (rollout.precision) and the trainer computes in "
+            f"{computed} (train.compute), so their log-probabilities differ on the same weights; "
+            "set both alike, or watch k3"
+        )
+    if not config.model.path or not tasks:
+        return found
     chats = [one for one in tasks if one.messages or (one.data and one.data.messages)]
     template = has_chat_template(path)
     if chats and not template and not config.chat.template:
