@@ -267,7 +267,7 @@ FLAGS = {
     "budget": TRUST | {"--json"},
     "forecast": TRUST | {"--of", "--compute", "--from", "--like", "--plot", "--json"},
     "watch": TRUST | {"--port", "--no-browser", "--cache"},
-    "attest": TRUST | {"--against", "--also", "--json"},
+    "attest": TRUST | {"--against", "--also", "--watch", "--token-file", "--json"},
     "parity": TRUST
     | {
         "--version",

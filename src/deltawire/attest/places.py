@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -51,18 +51,20 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     def check(self, spec: TensorSpec) -> None:
         """Raises `CorruptError` unless the place lies inside the tensor."""
         last = self.start + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=False))
-        if len(self.shape) != len(self.strides) or (self.count and last >= spec.count):
+        inside = len(self.shape) == len(self.strides) and self.count <= spec.count
+        if not inside or (self.count and last >= spec.count):
             raise CorruptError(f"a part of {spec.name[:80]!r} lies outside of it")
+
+    def view(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Returns a view of the elements here of ``array``, the whole tensor's, in ``shape``."""
+        if not self.count:
+            return array[:0]
+        strides = tuple(array.itemsize * one for one in self.strides)
+        return as_strided(array[self.start :], self.shape, strides)
 
     def take(self, bits: Bits) -> Bits:
         """Returns the elements here of ``bits``, those of the whole tensor, uint[N]."""
-        width = bits.itemsize
-        if not self.count:
-            return bits[:0]
-        view = as_strided(
-            bits[self.start :], self.shape, tuple(width * one for one in self.strides)
-        )
-        return np.ascontiguousarray(view).reshape(-1)
+        return np.ascontiguousarray(self.view(bits)).reshape(-1)
 
     def digest(self, name: str, bits: Bits) -> Digest:
         """Returns the digest's part of the tensor ``name`` if it had ``bits``, uint[N], here."""

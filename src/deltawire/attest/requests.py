@@ -11,9 +11,11 @@ from deltawire.errors import InputError, RetryError
 ANSWER_WITHIN_S = 60.0
 
 
-def get(url: str, *, limit: int, token: str = "", body: bytes | None = None) -> bytes:
+def send(
+    url: str, *, limit: int, token: str = "", body: bytes | None = None, hint: str = ""
+) -> bytes:
     """Returns the answer to a GET request, to a POST request if there is a ``body``, at most
-    ``limit`` bytes. ``token`` is a bearer token.
+    ``limit`` bytes. ``token`` is a bearer token, ``hint`` what to do if the server refuses.
 
     Raises `InputError` if the server refuses or answers more, `RetryError` if it does not answer.
     """
@@ -26,7 +28,8 @@ def get(url: str, *, limit: int, token: str = "", body: bytes | None = None) -> 
             data: bytes = answer.read(limit + 1)
     except urllib.error.HTTPError as error:
         raise InputError(
-            f"{url} answers {error.code}", hint="is it the right address, and the right token?"
+            f"{url} answers {error.code}",
+            hint=hint or "is it the right address, and the right token?",
         ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deltawire.attest.requests import get
+from deltawire.attest.engine import ask_engine, compare_engine
+from deltawire.attest.requests import send
 from deltawire.attest.sides import Side, digests_side, local_side, version_side
 from deltawire.attest.statement import FILE, MAX_BYTES, decode_digests
 from deltawire.attest.verdicts import WeightReport, compare
@@ -32,7 +33,7 @@ def open_side(text: str, trust: ReaderTrust) -> Side:
     if side is not None:
         return side
     if text.startswith(("http://", "https://")):
-        return Side(text, decode_digests(get(text, limit=MAX_BYTES), where=text, public_key=key))
+        return Side(text, decode_digests(send(text, limit=MAX_BYTES), where=text, public_key=key))
     if text.endswith(f"/{FILE}"):
         return digests_side(text.removesuffix(f"/{FILE}"), public_key=key)
     try:
@@ -74,10 +75,15 @@ def local_side_exists(text: str) -> bool:
     )
 
 
-def attest(found: str, against: str, also: Sequence[str], trust: ReaderTrust) -> WeightReport:
-    """Compares the weights at two locations; raises as `open_side` and `compare` do."""
+def attest(
+    found: str, against: str, also: Sequence[str], trust: ReaderTrust, *, token: str = ""
+) -> WeightReport:
+    """Compares the weights at two locations; ``found`` may be the URL of a vLLM server, which gets
+    ``token``. Raises as `open_side`, `compare` and `ask_engine` do."""
     reference = open_side(against, trust)
     others: Callable[[], list[Side]] = lambda: other_sides(against, also, trust)  # noqa: E731
+    if found.startswith(("http://", "https://")) and not found.endswith(".json"):
+        return compare_engine(found, ask_engine(found, reference, token=token), reference, others)
     return compare(open_side(found, trust), reference, others)
 
 

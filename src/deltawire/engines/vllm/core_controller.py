@@ -17,7 +17,7 @@ from deltawire.engines.vllm import rank_calls
 from deltawire.engines.vllm.adapter_slot import adapter_request
 from deltawire.engines.vllm.caching import not_running, resalt
 from deltawire.engines.vllm.refusals import refuse_configuration
-from deltawire.engines.vllm.settings import in_use, settings_of
+from deltawire.engines.vllm.settings import in_use, only_attests, settings_of
 from deltawire.errors import DeltawireError, InputError
 
 FIRST_CALL_WITHIN_S = 30.0
@@ -87,6 +87,8 @@ def _answer_first_caller(core: Any, error: Exception) -> None:
 
 
 def _attach(core: Any) -> None:
+    if only_attests(core.vllm_config):
+        return
     if in_use(core.vllm_config) and not hasattr(core, "deltawire_status"):
         CoreController(core, settings_of(core.vllm_config))
 

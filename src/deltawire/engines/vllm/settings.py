@@ -20,8 +20,18 @@ def settings_of(vllm_config: Any) -> FollowSettings | None:
     return parse(additional[SECTION], where=f"additional_config.{SECTION}")
 
 
+ATTESTS = "deltawire.engines.vllm.attesting."
+"""The module whose worker extension reads weights and never writes them."""
+
+
+def only_attests(vllm_config: Any) -> bool:
+    """Returns whether deltawire only reads this engine's weights."""
+    extension = getattr(vllm_config.parallel_config, "worker_extension_cls", "") or ""
+    return extension.startswith(ATTESTS)
+
+
 def in_use(vllm_config: Any) -> bool:
-    """Returns whether deltawire updates this engine's weights."""
+    """Returns whether deltawire updates or reads this engine's weights."""
     if vllm_config is None:
         return False
     transfer = getattr(vllm_config, "weight_transfer_config", None)

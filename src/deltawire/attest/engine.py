@@ -1,0 +1,223 @@
+"""Asks a vLLM server what its ranks hold, and compares each part on each rank with a reference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from deltawire.attest.causes import Cause, Known, name_cause
+from deltawire.attest.combining import described, total_of
+from deltawire.attest.places import Place
+from deltawire.attest.requests import send
+from deltawire.attest.sides import Side
+from deltawire.attest.verdicts import TensorVerdict, WeightReport, report_of
+from deltawire.codec import Digest
+from deltawire.engines.live_parts import METHOD, AttestRequest, EngineParts, LivePart, RankParts
+from deltawire.errors import CorruptError, InputError
+from deltawire.wire.objects import prepared
+from deltawire.wire.run import TensorSpec
+
+MAX_ANSWER_BYTES = 256 << 20
+
+HINT = (
+    "start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
+    "deltawire.engines.vllm.attesting.AttestWorker, with deltawire installed there"
+)
+
+
+class Held(NamedTuple):
+    """One part of a tensor on one rank. ``digest`` is None if it is not readable, or if no
+    published value gives its bits."""
+
+    rank: int
+    place: Place
+    digest: Digest | None
+    reason: str
+
+
+def ask_engine(url: str, reference: Side, *, token: str = "") -> list[RankParts]:
+    """Has every rank of the server at ``url`` digest what it holds of the reference's tensors.
+
+    Raises `InputError` for a server that does not attest, or on which a rank fails, `CorruptError`
+    for an answer that cannot be read.
+    """
+    request = AttestRequest(
+        [one.spec for one in reference.digests.tensors], reference.digests.aliases
+    )
+    body = json.dumps({"method": METHOD, "args": [msgspec.json.encode(request).decode()]})
+    data = send(
+        f"{url.rstrip('/')}/collective_rpc",
+        limit=MAX_ANSWER_BYTES,
+        token=token,
+        body=body.encode(),
+        hint=HINT,
+    )
+    try:
+        found = msgspec.json.decode(data, type=prepared(EngineParts)).results
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(
+            f"the answer of {url} cannot be read: {str(error)[:200]}", hint=HINT
+        ) from error
+    for one in found:
+        if one.failure:
+            raise InputError(f"rank {one.rank} of {url} cannot attest: {one.failure}")
+    return found
+
+
+def compare_engine(
+    url: str,
+    ranks: Sequence[RankParts],
+    reference: Side,
+    others: Callable[[], Sequence[Side]] = tuple,
+) -> WeightReport:
+    """Compares what the ranks hold with the reference.
+
+    With elements of the reference each part on each rank is compared with its own elements. With
+    digests only, the parts that together hold each element once are added up, and further copies
+    are compared with those of the same place. Raises `CorruptError` for parts outside of their
+    tensors.
+    """
+    specs = [one.spec for one in reference.digests.tensors]
+    held = _by_tensor(specs, ranks)
+    sums = {name: _sum_once(spec, held[name]) for name, spec in _named(specs)}
+    summed = (described(s, one) for s in specs if (one := sums[s.name]) is not None)
+    found = Side(url, total_of(summed))
+    known = Known(reference, found, others)
+    unplaced = {name: why for one in ranks for name, why in one.unplaced.items()}
+    tensors = [
+        _verdict(spec, held[spec.name], sums[spec.name], known, unplaced.get(spec.name, ""))
+        for spec in specs
+    ]
+    uncovered = sorted({name for one in ranks for name in one.uncovered})
+    notes = [f"no digest reads the live parameter {name}" for name in uncovered]
+    return report_of(url, reference.name, tensors, notes=notes)
+
+
+def _named(specs: Sequence[TensorSpec]) -> list[tuple[str, TensorSpec]]:
+    return [(spec.name, spec) for spec in specs]
+
+
+def _by_tensor(specs: Sequence[TensorSpec], ranks: Sequence[RankParts]) -> dict[str, list[Held]]:
+    found: dict[str, list[Held]] = {spec.name: [] for spec in specs}
+    for one in ranks:
+        for part in one.parts:
+            if part.tensor >= len(specs):
+                raise CorruptError(f"rank {one.rank} names a tensor that was not asked for")
+            spec = specs[part.tensor]
+            place = Place(part.start, part.shape, part.strides)
+            place.check(spec)
+            found[spec.name].append(Held(one.rank, place, _digest(part), part.reason))
+    return found
+
+
+def _digest(part: LivePart) -> Digest | None:
+    return Digest.from_hex(part.digest) if part.digest else None
+
+
+def _sum_once(spec: TensorSpec, parts: Sequence[Held]) -> Digest | None:
+    """Returns the digest of the tensor, from parts that hold each element once; None if these do
+    not cover it, or are not readable."""
+    covered = np.zeros(spec.count, np.bool_)
+    total = Digest(0, 0)
+    for part in parts:
+        inside = part.place.view(covered)
+        if part.digest is None or inside.any():
+            continue
+        inside[...] = True
+        total += part.digest
+    return total if covered.all() else None
+
+
+def _verdict(
+    spec: TensorSpec, parts: list[Held], once: Digest | None, known: Known, unplaced: str
+) -> TensorVerdict:
+    reason = next((part.reason for part in parts if part.reason), "")
+    if not parts:
+        text = unplaced or "no live tensor holds it"
+        return TensorVerdict(name=spec.name, verdict="not readable", text=text)
+    bits = known.reference.values(spec.name)
+    goal = Digest.from_hex(known.reference.digests.by_name[spec.name].digest)
+    if bits is None:
+        wrong = _unlike(parts)
+    else:
+        wanted = {one: one.digest(spec.name, one.take(bits)) for one in {p.place for p in parts}}
+        wrong = [p for p in parts if not p.reason and p.digest != wanted[p.place]]
+    if not wrong and once == goal and not reason:
+        return TensorVerdict(name=spec.name, verdict="equal")
+    ranks = sorted({part.rank for part in wrong})
+    places = {part.place for part in parts if part not in wrong and not part.reason}
+    if wrong and all(part.place in places for part in wrong):
+        tied = [
+            alias for alias, name in known.reference.digests.aliases.items() if name == spec.name
+        ]
+        cause = _part_cause(spec, wrong, known)
+        text = "another copy of the same elements has other bits"
+        text += f"; {tied[0]} is tied to it in the reference" if tied else ""
+        text += f"; {cause.text}" if cause is not None else ""
+        return TensorVerdict(
+            name=spec.name, verdict="copies disagree", ranks=ranks, text=text,
+            cause="untied" if tied and cause is None else "" if cause is None else cause.kind,
+        )  # fmt: skip
+    if not wrong and (once is None or reason):
+        text = reason or unplaced or "the ranks hold only a part of it"
+        return TensorVerdict(name=spec.name, verdict="not readable", text=text)
+    cause = None if once is None else name_cause(spec.name, Place.whole(spec), once, known)
+    cause = cause or _part_cause(spec, wrong, known)
+    return TensorVerdict(
+        name=spec.name,
+        verdict="differs",
+        cause="" if cause is None else cause.kind,
+        text="" if cause is None else cause.text,
+        rows=None if cause is None else cause.rows,
+        ranks=ranks,
+    )
+
+
+def _unlike(parts: Sequence[Held]) -> list[Held]:
+    """Returns the parts that differ from an earlier one at the same place."""
+    first: dict[Place, Digest | None] = {}
+    readable = [part for part in parts if not part.reason]
+    return [part for part in readable if first.setdefault(part.place, part.digest) != part.digest]
+
+
+def _part_cause(spec: TensorSpec, wrong: Sequence[Held], known: Known) -> Cause | None:
+    """Returns the one cause that explains each part that is wrong."""
+    found = {_cause_of(spec, part, known) for part in wrong}
+    return found.pop() if len(found) == 1 else None
+
+
+def _cause_of(spec: TensorSpec, part: Held, known: Known) -> Cause | None:
+    bits = known.reference.values(spec.name)
+    if part.digest is None or bits is None:
+        return None
+    name, place = spec.name, part.place
+    if place.digest(name, np.zeros(place.count, bits.dtype)) == part.digest:
+        return Cause("zeros", "all its elements there are zero")
+    for other in known.others:
+        theirs = other.values(name)
+        if theirs is None or theirs.size != bits.size or theirs.dtype != bits.dtype:
+            continue
+        if place.digest(name, place.take(theirs)) == part.digest:
+            return Cause("version", f"there it holds the weights of {other.name}")
+    for start in _starts_alike(spec, place):
+        moved = Place(start, place.shape, place.strides)
+        if place.digest(name, moved.take(bits)) == part.digest:
+            return Cause("rank", f"it holds the elements from {start} on, those of another rank")
+    return None
+
+
+def _starts_alike(spec: TensorSpec, place: Place) -> list[int]:
+    """Returns where other ranks' parts of the same shape begin, if the ranks divide rows or columns
+    evenly."""
+    found = []
+    for size, stride in zip(place.shape, place.strides, strict=True):
+        step = size * stride
+        for start in range(place.start % step if step else 0, spec.count, step or spec.count):
+            last = start + sum((n - 1) * s for n, s in zip(place.shape, place.strides, strict=True))
+            if start != place.start and last < spec.count:
+                found.append(start)
+    return found[:64]

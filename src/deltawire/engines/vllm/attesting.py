@@ -1,0 +1,116 @@
+"""Digests the live weights of a vLLM engine that anybody feeds: attest-only mode.
+
+Start vLLM with ``--worker-extension-cls deltawire.engines.vllm.attesting.AttestWorker``. On a CPU
+its packing kernels are then replaced, as they drop the weights as loaded; on a GPU nothing is. No
+run is followed, and no weight is written. All ranks answer one call of ``/collective_rpc``, which
+vLLM's workers serve one after the other with its own updates, so no update happens in a pass.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import msgspec
+import torch
+
+from deltawire.engines.live_parts import AttestRequest, LivePart, RankParts
+from deltawire.engines.vllm.postprocess_check import changes_after_loading
+from deltawire.errors import DeltawireError, InputError
+from deltawire.placement.placement import Placement, Region, probe
+from deltawire.placement.reading import read_regions
+
+NOT_OBSERVED = "what vLLM changed after loading was not observed"
+NOT_EXACT = "it is scaled or narrowed for the engine, so its bits cannot be read back"
+
+
+class AttestWorker:
+    """Mixed into vLLM's worker class."""
+
+    def deltawire_live_digests(self, request: str) -> dict[str, Any]:
+        """Digests what this rank holds of the tensors of an `AttestRequest` in JSON."""
+        from vllm.config import set_current_vllm_config
+
+        worker: Any = self
+        context = set_current_vllm_config(worker.vllm_config)
+        runner = worker.model_runner
+        draft = getattr(getattr(runner, "drafter", None), "model", None)
+        answer = answer_of(worker.get_model(), request, worker.rank, context=context, draft=draft)
+        found: dict[str, Any] = msgspec.to_builtins(answer)
+        return found
+
+
+def answer_of(
+    model: torch.nn.Module,
+    request: str,
+    rank: int,
+    *,
+    context: AbstractContextManager[Any] | None = None,
+    draft: torch.nn.Module | None = None,
+) -> RankParts:
+    """Returns a rank's answer. An error is its ``failure``: an exception would end the worker.
+
+    ``context`` is entered around the call of the model's own loader. The parameters of a ``draft``
+    model count as uncovered, because no digest reads them.
+    """
+    began = time.perf_counter()
+    try:
+        asked = msgspec.json.decode(request, type=AttestRequest)
+        answer = _read(model, asked, rank, context or nullcontext(), draft)
+    except DeltawireError as error:
+        return RankParts(rank=rank, failure=str(error))
+    except Exception as error:
+        return RankParts(rank=rank, failure=f"{type(error).__name__}: {str(error)[:500]}")
+    return msgspec.structs.replace(answer, seconds=time.perf_counter() - began)
+
+
+def _read(
+    model: torch.nn.Module,
+    asked: AttestRequest,
+    rank: int,
+    context: AbstractContextManager[Any],
+    draft: torch.nn.Module | None,
+) -> RankParts:
+    loader: Any = getattr(model, "load_weights", None)
+    if loader is None:
+        raise InputError(f"{type(model).__name__} has no load_weights to observe")
+    live: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    live |= dict(model.named_parameters(remove_duplicate=False))
+    with context:
+        placement = probe(loader, asked.tensors, live, aliases=asked.aliases)
+    odd = _changed(placement, changes_after_loading(model))
+    parts = []
+    for region, digest in read_regions(placement, live):
+        reason = odd.get(region.storage, "") if odd is not None else NOT_OBSERVED
+        reason = reason or ("" if region.exact else NOT_EXACT)
+        parts.append(_part(region, "" if reason or digest is None else digest.hex(), reason))
+    sizes = {n: held.numel() for n, held in model.named_parameters(remove_duplicate=False)}
+    uncovered = {n: count for n, count in placement.uncovered.items() if sizes.get(n) == count}
+    if draft is not None and draft is not model:
+        uncovered |= {f"draft: {n}": held.numel() for n, held in draft.named_parameters()}
+    return RankParts(rank=rank, parts=parts, unplaced=placement.unplaced, uncovered=uncovered)
+
+
+def _part(region: Region, digest: str, reason: str) -> LivePart:
+    found = region.map
+    return LivePart(
+        region.tensor,
+        found.source,
+        found.shape,
+        found.source_strides,
+        digest,
+        reason,
+        impossible=not digest and not reason,
+    )
+
+
+def _changed(placement: Placement, changes: dict[str, str] | None) -> dict[int, str] | None:
+    """Returns why storages are not readable, by number; None if that was not observed."""
+    if changes is None:
+        return None
+    return {
+        one.storage: f"after loading, vLLM changed {one.name} for its kernels: it {how}"
+        for one in placement.live
+        if (how := changes.get(one.name))
+    }
