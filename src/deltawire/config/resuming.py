@@ -62,7 +62,7 @@ RESUMABLE: Final[dict[str, str]] = {
     "evaluate.every": "start",
     "evaluate.samples": "start",
     "evaluate.slots": "start",
-    "live.stop_effective_share": "start",
+    "live.stop_effective_share": "step",
     "budget.stop_when": "step",
     "budget.measure": "step",
     "probes.action": "step",
