@@ -56,6 +56,7 @@ GROUPS = {
         "bisect",
         "why",
         "dataset",
+        "prove",
         "verify_training",
     ),
     "plan and measure": (

@@ -21,6 +21,7 @@ from deltawire.runtime.memory import explaining_memory
 _EXTRA_OF = {
     "aiohttp": "serve",
     "cryptography": "sign",
+    "in_toto": "prove",
     "prometheus_client": "metrics",
     "pyarrow": "data",
     "tensorboardX": "tensorboard",

@@ -34,6 +34,7 @@ ROLES = "roles/"
 ARCHIVE = "archive/"
 LINES = "lines/"
 FORKS = "forks/"
+PROOF_SALTS = "proofs/"
 TINKER = "tinker/"
 TINKER_SERVER = "tinker/server.json"
 LIVE = "live/"
@@ -268,6 +269,11 @@ def checkpoint_kept(version: int) -> str:
 def checkpoint_forked(version: int, fork: str) -> str:
     """Returns the key whose object keeps the trainer's state at ``version`` for a fork."""
     return f"{CHECKPOINTS}{_number(version)}/{_fork_mark(fork)}"
+
+
+def proof_salt(worker: str, sequence: int) -> str:
+    """Returns the key of the random bytes in the commitment to a worker's group."""
+    return f"{PROOF_SALTS}{_checked(worker)}/{_number(sequence)}"
 
 
 def fork_tag(fork: str) -> str:

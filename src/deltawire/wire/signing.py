@@ -87,6 +87,11 @@ class Ed25519Signer:
         """The public key: 64 hexadecimal digits."""
         return str(self._key.public_key().public_bytes_raw().hex())
 
+    @property
+    def private_key(self) -> Any:
+        """The key as an object of the package cryptography, for libraries that sign with it."""
+        return self._key
+
     def sign(self, message: bytes) -> bytes:
         """Returns the signature: 64 bytes."""
         return bytes(self._key.sign(message))

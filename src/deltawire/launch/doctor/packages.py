@@ -14,6 +14,7 @@ PURPOSES = {
     "rl": "train and sample",
     "serve": "gateway, watch",
     "sign": "signed runs",
+    "prove": "statements of training",
     "presidio": "redaction of captures",
     "lora": "adapters",
     "data": "Parquet, saved datasets",

@@ -6,7 +6,8 @@ references are replaced or deleted. Running it again continues where it stopped.
 
 Deleted here: rows of captures and feedback; groups of ``rollouts/`` that were consumed and hold an
 answer of the user (whole groups: a group's bytes are hashed), and the user's part of groups that
-wait for the trainer; their references; and the user in lineages (rewards stay, without the user).
+wait for the trainer; their references, and the random bytes in the commitments of `deltawire prove`
+to them; and the user in lineages (rewards stay, without the user).
 Not deleted here: weights, and the trainer's checkpoints. They are functions of the data, not copies
 of it; ``versions`` lists those that were trained on it, and `deltawire.live.erasure.rebuilding`
 withdraws them.
@@ -227,6 +228,7 @@ def _delete_groups(
                 bucket.delete(keys.rollout(*place))
             else:
                 _empty(writer, lineage, gone)
+            bucket.delete(keys.proof_salt(*place))
             writer.put(keys.live_lineage(*place), encode_json(without_users(lineage, gone)))
         done = others
 
