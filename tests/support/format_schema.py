@@ -10,6 +10,7 @@ import msgspec
 
 from deltawire.wire.coordination import (
     Announcement,
+    Child,
     DeletionIntent,
     Part,
     Refusal,
@@ -37,6 +38,7 @@ OBJECTS = {
     "weights/retention-floors/": RetentionFloor,
     "weights/deletion-intents/": DeletionIntent,
     "weights/tags/": Tag,
+    "children/": Child,
     "weights/announcement.json": Announcement,
     "weights/identities/": IdentitySegment,
     "roles/": RoleGrant,

@@ -253,7 +253,7 @@ FLAGS = {
     | {"--good", "--bad", "--noisy", "--serve", "--error", "--questions", "--state", "--json"},
     "why": TRUST | {"--on", "--probe", "--layer", "--every", "--steps", "--json"},
     "tag": TRUST | {"--delete", "--key", "--json"},
-    "fork": TRUST | {"--set", "--key", "--json"},
+    "fork": TRUST | {"--set", "--to", "--key", "--json"},
     "rescore": TRUST | {"--reward", "--from", "--to", "--to-run", "--json"},
     "show": TRUST | {"--json"},
     "diff": TRUST

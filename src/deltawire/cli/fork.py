@@ -13,7 +13,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("fork", help="begin a new run with a version of another")
     parser.set_defaults(call=run)
     parser.add_argument("run", metavar="RUN_URL[@V]", help="a version (default: the newest)")
-    parser.add_argument("name", metavar="NAME", help="the new run is RUN_URL/forks/NAME")
+    parser.add_argument("name", metavar="NAME", help="the new run is RUN_URL/forks/NAME, or --to")
     parser.add_argument(
         "--set",
         action="append",
@@ -21,6 +21,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         dest="settings",
         metavar="KEY=VALUE",
         help="change a setting, such as train.optimizer.learning_rate=2e-6; may be repeated",
+    )
+    parser.add_argument(
+        "--to",
+        default="",
+        metavar="URL",
+        help="make it in this bucket, with a copy of all that it needs",
     )
     add_key(parser)
     add_trust(parser)
@@ -37,13 +43,22 @@ def run(arguments: argparse.Namespace) -> int:
     settings = dict(_setting(text) for text in arguments.settings)
     bucket, parent, version = open_version(arguments.run, trust_of(arguments))
     signer = read_signer(arguments.key)
-    made = fork_run(bucket, parent, version, arguments.name, settings=settings, signer=signer)
+    made = fork_run(
+        bucket,
+        parent,
+        version,
+        arguments.name,
+        settings=settings,
+        signer=signer,
+        to=arguments.to,
+    )
     if arguments.json:
         stated = {"url": made.url, "run": made.run.id, "version": made.version}
         print(safe_json({**stated, "state": made.state}))  # noqa: T201
         return 0
     state = {
         "shared": "the trainer's state is shared with its parent",
+        "copied": "the trainer's state was copied",
         "computed": "the trainer's state was computed again and stored",
         "none": "the run has no trainer",
     }[made.state]

@@ -18,6 +18,7 @@ from deltawire.wire.seal import unseal
 
 MAX_FLOOR_BYTES = 1 << 16
 MAX_TAG_BYTES = 1 << 12
+MAX_CHILD_BYTES = 1 << 14
 MAX_ANNOUNCEMENT_BYTES = 1 << 14
 MAX_INTENT_BLOBS = 1 << 12
 MAX_INTENT_BYTES = 1 << 19
@@ -48,6 +49,19 @@ class Tag(
     version: Index
     line: Line = "main"
     digest: Sum
+
+
+class Child(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
+):
+    """Notes a fork that lies in another bucket: its run's id ``child``, the ``version`` that it
+    began with, and where it was made, for people to read: nothing opens ``url``."""
+
+    run: Identity
+    child: Identity
+    version: Index
+    url: Annotated[str, Meta(max_length=2048)]
+    at: float
 
 
 class DeletionIntent(

@@ -11,9 +11,9 @@ from heartbeats import put_heartbeat
 
 from deltawire.cli.main import main
 from deltawire.config import run_config
-from deltawire.errors import DeltawireError, InputError
+from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.launch.branches.fork_places import FORK_RECORD, forks_from
-from deltawire.launch.branches.forking import fork_run
+from deltawire.launch.branches.forking import Fork, fork_run
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.store import open_bucket, retrying
 from deltawire.sync import find_run, load_mirror, prune, read_manifest, read_run
@@ -205,3 +205,74 @@ def test_what_cannot_be_forked(parent, version, name, settings, message):
     with pytest.raises(InputError, match=message):
         fork_run(parent, read_run(parent), version, name, settings=settings)
     assert not parent.list(keys.TAGS)
+
+
+def test_a_fork_in_another_bucket_needs_nothing_of_its_parent(parent, tmp_path, capsys):
+    """It makes the parent's bits after the parent is gone."""
+    to = str(tmp_path / "elsewhere")
+    assert main(["fork", f"{parent.url}@{VERSION}", "try", "--to", to]) == 0
+    assert "the trainer's state was copied" in capsys.readouterr().out
+    later = digests(parent, 3, 4)
+    assert forks_from(parent, VERSION) == [open_bucket(to).url]
+    assert find_tag(parent, read_run(parent), "fork-try") is None
+    assert not [key for key in parent.list(keys.CHECKPOINTS) if "fork-" in key]
+    again = fork_run(parent, read_run(parent), VERSION, "try", to=to)
+    assert (again.state, again.url) == ("copied", open_bucket(to).url)
+    for key in parent.list(""):
+        parent.delete(key)
+    fork = open_bucket(to)
+    give_later_groups(fork, 2, 3)
+    train(fork, to=4)
+    assert digests(fork, 3, 4) == later
+    assert not check_run(fork, deep=True).faults
+
+
+@pytest.mark.parametrize(
+    "done", [False, pytest.param(True, marks=pytest.mark.drills)], ids=["before", "after"]
+)
+def test_each_request_of_a_copy_fails(parent, tmp_path, done, monkeypatch):
+    """The same call goes on; before that the place holds no run, and the parent names the fork."""
+    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
+    run, at, ended = read_run(parent), 0, False
+    while not ended:
+        at += 1
+        to, name = str(tmp_path / f"to{at}"), f"try{at}"
+        bucket = FaultyBucket(parent)
+        bucket.fail(at=at, times=None, done=done)
+        with suppress(DeltawireError):
+            fork_run(bucket, run, VERSION, name, to=to)
+            ended = len(bucket.operations) < at
+        place = open_bucket(to, create=True)
+        if place.list(keys.BLOBS):
+            assert place.url in forks_from(parent, VERSION)
+        fork_run(parent, run, VERSION, name, to=to)
+        assert load_mirror(place, read_run(place)).digest.hex() == digests(parent, VERSION)[0]
+        assert_has_state(Fork(to, read_run(place), VERSION, "copied"))
+    assert at > 8
+
+
+def test_an_erasure_names_forks_elsewhere(parent, tmp_path):
+    to = str(tmp_path / "elsewhere")
+    fork_run(parent, read_run(parent), VERSION, "try", to=to)
+    assert forks_from(parent, VERSION + 1) == []
+    assert forks_from(parent, 1) == [open_bucket(to).url]
+    parent.put(keys.child("odd"), b"junk")  # Then it is unknown, and counts.
+    assert keys.child("odd") in forks_from(parent, VERSION + 1)
+
+
+def test_a_damaged_part_is_not_copied(parent, tmp_path):
+    key = keys.checkpoint_part(VERSION, 0)
+    data = bytearray(parent.get(key, limit=1 << 24))
+    data[-1] ^= 1
+    parent.put(key, bytes(data))
+    with pytest.raises(CorruptError, match="a part of the trainer's state"):
+        fork_run(parent, read_run(parent), VERSION, "try", to=str(tmp_path / "elsewhere"))
+
+
+def test_places_that_no_fork_is_copied_to(parent, tmp_path):
+    for to in (parent.url, f"{parent.url}/forks/other"):
+        with pytest.raises(InputError, match=r"own bucket|place of a fork"):
+            fork_run(parent, read_run(parent), VERSION, "try", to=to)
+    fork_run(parent, read_run(parent), VERSION, "try", to=str(tmp_path / "one"))
+    with pytest.raises(InputError, match="another fork has this name"):
+        fork_run(parent, read_run(parent), 4, "try", to=str(tmp_path / "two"))

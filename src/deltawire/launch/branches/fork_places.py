@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from deltawire.errors import CorruptError
+from deltawire.launch.branches.fork_copy import children_from
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import committed_versions, find_run, read_manifest
 from deltawire.wire import keys
@@ -54,9 +55,10 @@ def origin_of(fork: Bucket) -> int | None:
 
 def forks_from(bucket: Bucket, version: int) -> list[str]:
     """Returns the URLs of the forks, and of their forks, that began with ``version`` or a later
-    one. One whose origin is unknown, or was deleted by its retention, counts as one of them.
+    one, also in other buckets. One whose origin is unknown, or was deleted by its retention, counts
+    as one of them.
     """
-    found = []
+    found = children_from(bucket, version)
     for name in fork_names(bucket):
         fork = open_fork(bucket, name)
         try:

@@ -11,6 +11,7 @@ from deltawire.config.sections import RunConfig
 from deltawire.errors import CorruptError, InputError
 from deltawire.export.lines import open_policy
 from deltawire.export.models import fetch_model_files
+from deltawire.launch.branches.fork_copy import copy_state
 from deltawire.placement.device import resolve_device
 from deltawire.rl.trainer.resume import Resumed, recompute_step, resume
 from deltawire.store import Bucket
@@ -31,20 +32,22 @@ def give_state(
     version: int,
     *,
     fork: str,
+    copied: bool = False,
 ) -> str:
-    """Stores the state in the fork; returns ``shared`` or ``computed``.
+    """Stores the state in the fork; returns ``shared``, ``copied`` or ``computed``.
 
-    A checkpoint of the parent is shared: only its commit is written, with the fork's id. Where
-    there is none, the steps after an earlier one are computed again. Raises `InputError` if that
-    does not give the published bits, and as `resume` and `recompute_step`.
+    A checkpoint of the parent is shared: only its commit is written, with the fork's id. With
+    ``copied`` its parts are copied before. Where there is none, the steps after an earlier one are
+    computed again. Raises `InputError` if that does not give the published bits, `CorruptError` if
+    a part cannot be copied, and as `resume` and `recompute_step`.
     """
     there = place.get(keys.checkpoint_commit(version), limit=MAX_COMMIT_BYTES)
     if there is not None and _commit(place, there, version).run == forked.id:
-        return "shared"
+        return "copied" if copied else "shared"
     # Before the commit is read: removal looks for this mark after it has deleted the commit.
     parent.put(keys.checkpoint_forked(version, fork), b"")
-    if _share(parent, run, place, forked, version):
-        return "shared"
+    if _share(parent, run, place, forked, version, copied=copied):
+        return "copied" if copied else "shared"
     parent.delete(keys.checkpoint_forked(version, fork))
     state = _computed(parent, run, config, version)
     digest = state.masters.digest().hex()
@@ -59,7 +62,9 @@ def _commit(bucket: Bucket, data: bytes, version: int) -> Commit:
     return decode_json(data, Commit, run=bucket.url, key=key)
 
 
-def _share(parent: Bucket, run: Run, place: Bucket, forked: Run, version: int) -> bool:
+def _share(
+    parent: Bucket, run: Run, place: Bucket, forked: Run, version: int, *, copied: bool
+) -> bool:
     """Writes the parent's commit into the fork; returns False if there is none that counts."""
     data = parent.get(keys.checkpoint_commit(version), limit=MAX_COMMIT_BYTES)
     if data is None:
@@ -70,6 +75,8 @@ def _share(parent: Bucket, run: Run, place: Bucket, forked: Run, version: int) -
         return False
     # The fork's workers number their groups from 0, so none of them is settled.
     shared = msgspec.structs.replace(commit, run=forked.id, ledger=Ledger())
+    if copied:
+        copy_state(parent, place, shared)
     place.put(keys.checkpoint_commit(version), encode_json(shared))
     return True
 

@@ -10,6 +10,9 @@ A fork lies below its parent, at ``RUN/forks/NAME``, and reads what it began wit
    steps are computed again from an earlier one, and the state is stored in the fork.
 4. Create ``run.json``. Before that no reader takes the place for a run.
 
+A fork in another bucket (``to``) is noted in the parent first, and between 1 and 2 the payloads are
+copied. It reads nothing of its parent later, so the tag and the mark are removed at the end.
+
 The id follows from the parent, the version, the name and the configuration, so a repeated call
 writes the same objects, and one with other arguments finds them and stops.
 """
@@ -29,6 +32,7 @@ from deltawire.config import with_settings
 from deltawire.config.features import stored_settings
 from deltawire.config.sections import RunConfig
 from deltawire.errors import CorruptError, InputError
+from deltawire.launch.branches.fork_copy import check_place, copy_payloads, register_child
 from deltawire.launch.branches.fork_places import FORK_RECORD, ForkRecord
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.needs import config_of, needs_of
@@ -48,7 +52,8 @@ from deltawire.wire.seal import Signer, seal
 @dataclass(frozen=True)
 class Fork:
     """A fork that is ready to be trained. ``state`` says where the trainer's state came from:
-    ``shared`` with the parent, ``computed`` again, or ``none`` for a run without a trainer."""
+    ``shared`` with the parent, ``copied``, ``computed`` again, or ``none`` for a run without a
+    trainer."""
 
     url: str
     run: Run
@@ -64,8 +69,10 @@ def fork_run(
     *,
     settings: Mapping[str, Any] | None = None,
     signer: Signer | None = None,
+    to: str = "",
 ) -> Fork:
-    """Makes the fork ``name`` of a version, with some settings changed.
+    """Makes the fork ``name`` of a version, with some settings changed; in the bucket ``to``, if it
+    is given, with a copy of everything that it needs.
 
     Raises `InputError` if the version is not there, for a setting that cannot change, for a name
     that another fork has, and if the trainer's state cannot be computed; `CorruptError` if a needed
@@ -88,11 +95,20 @@ def fork_run(
         needs=needs_of(config) if config is not None else run.needs,
         build=build_name(),
     )
-    location = f"{parent.url.rstrip('/')}/{keys.fork(name)}"
+    if to:
+        check_place(parent, to)
+    location = to or f"{parent.url.rstrip('/')}/{keys.fork(name)}"
     place = RetryingBucket.over(open_bucket(location, create=True))
-    _refuse_another(place, described)
+    there = _refuse_another(place, described)
+    if to and there:
+        _release(parent, version, name)
+        return Fork(place.url, described, version, "copied" if config else "none")
+    if to:
+        register_child(parent, run, name, described, version, place.url)
     add_tag(parent, run, version, tag, signer=signer)
     chain = chain_of(parent, run, version)
+    if to:
+        copy_payloads(parent, run, place, chain)
     for one in chain:
         newest = one.version == version
         _write(place, _forked(one, run, described, newest=newest), signer)
@@ -101,9 +117,19 @@ def fork_run(
     if config is not None:
         from deltawire.launch.branches.fork_state import give_state
 
-        state = give_state(parent, run, place, described, config, version, fork=name)
+        state = give_state(
+            parent, run, place, described, config, version, fork=name, copied=bool(to)
+        )
     create_run(place, described, signer=signer)
+    if to:
+        _release(parent, version, name)
     return Fork(place.url, described, version, state)
+
+
+def _release(parent: Bucket, version: int, name: str) -> None:
+    """Lets the parent's retention go on: a fork in another bucket reads nothing of the parent."""
+    parent.delete(keys.checkpoint_forked(version, name))
+    parent.delete(keys.tag(keys.fork_tag(name)))
 
 
 def _config_of(parent: Bucket, run: Run, settings: Mapping[str, Any]) -> RunConfig | None:
@@ -194,8 +220,9 @@ def _write_floor(place: Bucket, run: Run, version: int, signer: Signer | None) -
         place.create(key, seal(RetentionFloor(run=run.id, version=version), key=key, signer=signer))
 
 
-def _refuse_another(place: Bucket, run: Run) -> None:
-    """Raises `InputError` if another fork has the name, or has begun to."""
+def _refuse_another(place: Bucket, run: Run) -> bool:
+    """Returns whether this fork is there already; raises `InputError` if another one has the name,
+    or has begun to."""
     there = find_run(place)
     other = None if there is None else there.id
     if there is None:
@@ -209,6 +236,7 @@ def _refuse_another(place: Bucket, run: Run) -> None:
             hint="choose another name, or delete that fork",
             run=place.url,
         )
+    return there is not None
 
 
 class _ManifestOwner(msgspec.Struct):
