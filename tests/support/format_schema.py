@@ -10,8 +10,8 @@ import msgspec
 
 from deltawire.wire.coordination import (
     Announcement,
-    Child,
     DeletionIntent,
+    ForkNote,
     Part,
     Refusal,
     RetentionFloor,
@@ -38,7 +38,7 @@ OBJECTS = {
     "weights/retention-floors/": RetentionFloor,
     "weights/deletion-intents/": DeletionIntent,
     "weights/tags/": Tag,
-    "children/": Child,
+    "children/": ForkNote,
     "weights/announcement.json": Announcement,
     "weights/identities/": IdentitySegment,
     "roles/": RoleGrant,

@@ -51,7 +51,7 @@ class Tag(
     digest: Sum
 
 
-class Child(
+class ForkNote(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
     """Notes a fork that lies in another bucket: its run's id ``child``, the ``version`` that it

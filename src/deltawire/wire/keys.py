@@ -277,30 +277,11 @@ def proof_salt(worker: str, sequence: int) -> str:
     return f"{PROOF_SALTS}{_checked(worker)}/{_number(sequence)}"
 
 
-<<<<<<< HEAD
-=======
-def checkpoint_proof(version: int, origin: int) -> str:
-    """Returns the key whose object keeps the trainer's state at ``version``, and the groups of the
-    versions after ``origin`` up to it, for proofs."""
-    return f"{CHECKPOINTS}{_number(version)}/{_PROOF_MARK}{_number(origin)}"
-
-
-def proof_interval(key: str) -> tuple[int, int] | None:
-    """Returns the versions ``origin`` and ``version`` that a key of `checkpoint_proof` names, None
-    for any other key."""
-    folder, _, name = key.rpartition("/")
-    version, origin = trailing_number(folder), trailing_number(name.removeprefix(_PROOF_MARK))
-    if version is None or origin is None or key != checkpoint_proof(version, origin):
-        return None
-    return origin, version
-
-
 def child(fork: str) -> str:
     """Returns the key that notes a fork in another bucket."""
     return f"{CHILDREN}{_checked(fork)}.json"
 
 
->>>>>>> 032fafdc (fork: copy what a run begins with into another bucket)
 def fork_tag(fork: str) -> str:
     """Returns the name of the tag that keeps the version which a fork began with."""
     return _fork_mark(fork)

@@ -77,13 +77,15 @@ GATEWAYS = [
     keys.live_decision(0), keys.live_forgotten("0" * 32),
 ]  # fmt: skip
 LINEAGE = keys.live_lineage("WORKER", 0)
+PROOFS = [keys.proof_salt("w0", 0), keys.child("try")]
 EVERY = [
     keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a",
     *WEIGHTS, *TRAINERS, *WORKERS, *OTHERS, *PROCESSES, SCORES, keys.TINKER_SERVER,
-    *GATEWAYS, LINEAGE, keys.readers("HOST"),
+    *GATEWAYS, LINEAGE, keys.readers("HOST"), *PROOFS,
 ]  # fmt: skip
-OWNERS = [keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a", *WEIGHTS]
+OWNERS = [keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a", *WEIGHTS, *PROOFS]
 NEVER_BY_TRAINER = {
+    *PROOFS,
     keys.role("trainer"), keys.rollout("w0", 0), keys.rollout("WORKER", 0), SCORES,
     keys.TINKER_SERVER, LINEAGE, keys.readers("HOST"), *GATEWAYS,
 }  # fmt: skip
@@ -99,7 +101,7 @@ MAY_WRITE = {
     "viewer": set(),
 }
 MAY_DELETE = {
-    "owner": {*WEIGHTS, f"{STORE_PROBES}a"},
+    "owner": {*WEIGHTS, *PROOFS, f"{STORE_PROBES}a"},
     "worker": set(),
     "evaluator": set(),
     "reference": set(),

@@ -21,7 +21,7 @@ from deltawire.store.forked import split_fork
 from deltawire.sync.maintain.blob_copies import BlobCopies
 from deltawire.train.checkpoint import Commit
 from deltawire.wire import keys
-from deltawire.wire.coordination import MAX_CHILD_BYTES, Child
+from deltawire.wire.coordination import MAX_CHILD_BYTES, ForkNote
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.objects import decode_json, encode_json
 from deltawire.wire.payload import BlobRef
@@ -41,12 +41,12 @@ def check_place(parent: Bucket, location: str) -> None:
 
 def register_child(parent: Bucket, run: Run, name: str, child: Run, version: int, url: str) -> None:
     """Notes a fork elsewhere in its parent; raises `InputError` if another one has the name."""
-    note = Child(run=run.id, child=child.id, version=version, url=url, at=time.time())
+    note = ForkNote(run=run.id, child=child.id, version=version, url=url, at=time.time())
     key = keys.child(name)
     if parent.create(key, encode_json(note)):
         return
     data = parent.get(key, limit=MAX_CHILD_BYTES)
-    if data is None or decode_json(data, Child, run=parent.url, key=key).child != child.id:
+    if data is None or decode_json(data, ForkNote, run=parent.url, key=key).child != child.id:
         raise InputError(
             "another fork has this name",
             hint="choose another name; if that fork is gone, delete its note",
@@ -64,7 +64,7 @@ def children_from(bucket: Bucket, version: int) -> list[str]:
         if data is None:
             continue
         try:
-            note = decode_json(data, Child, run=bucket.url, key=key)
+            note = decode_json(data, ForkNote, run=bucket.url, key=key)
         except CorruptError:
             found.append(key)
             continue

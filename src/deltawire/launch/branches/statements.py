@@ -74,7 +74,7 @@ def weights_hash(mirror: Mirror, run: Run) -> str:
     for spec in sorted(run.tensors, key=lambda one: one.name):
         bits = mirror.tensors[spec.name]
         total.update(msgspec.json.encode([spec.name, spec.dtype, list(spec.shape)]) + b"\n")
-        total.update(memoryview(np.ascontiguousarray(bits)).cast("B"))
+        total.update(np.ascontiguousarray(bits).data)
     return total.hexdigest()
 
 
