@@ -218,6 +218,7 @@ class ReaderReporter:
         found = []
         for path in sorted(folder.glob("*.json")):
             with suppress(CorruptError, InputError, OSError):
+                # Its process writes the file again within a minute.
                 data = read_private(path, MAX_HOST_BYTES) or b""
                 one = decode_json(data, ReaderReport, run=self._bucket.url, key=path.name)
                 if self._clock() - one.at < GONE_S:
@@ -277,7 +278,7 @@ class ReaderReports:
             try:
                 found = self._read(entry.key, host)
             except CorruptError as error:
-                self.errors.append(error)
+                self.errors.append(error)  # Shown; no decision depends on a report.
                 continue
             if found is not None:
                 self._known[entry.key] = entry, found
