@@ -75,6 +75,10 @@ def test_experts_on_two_ranks_follow_their_run(vllm_python):
     )
 
 
+def test_weights_that_vllm_loads_itself_are_attested(vllm_python):
+    run_tests(vllm_python, "test_attest_only.py", "--family", "qwen3", "--tensor-parallel", "1")
+
+
 def test_vllm_serve_is_moved_by_its_own_calls(vllm_python):
     run_tests(vllm_python, "test_served_over_http.py", "-k", "own_calls")
 
