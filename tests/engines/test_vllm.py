@@ -75,8 +75,9 @@ def test_experts_on_two_ranks_follow_their_run(vllm_python):
     )
 
 
-def test_weights_that_vllm_loads_itself_are_attested(vllm_python):
-    run_tests(vllm_python, "test_attest_only.py", "--family", "qwen3", "--tensor-parallel", "1")
+@pytest.mark.parametrize(("family", "ranks"), [("qwen3", "1"), ("qwen3_moe", "2")])
+def test_weights_that_vllm_loads_itself_are_attested(vllm_python, family, ranks):
+    run_tests(vllm_python, "test_attest_only.py", "--family", family, "--tensor-parallel", ranks)
 
 
 def test_vllm_serve_is_moved_by_its_own_calls(vllm_python):
