@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,17 @@ class AnswerSettings(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int = 16
     seeds: int = 1
     max_tokens: int | None = None
+
+
+def prompt_ends(pairs: Sequence[AnswerPair], letters: int) -> list[str]:
+    """Returns the last letters of each prompt, without the end that all share: a chat template's
+    opening of the answer tells none from another."""
+    prompts = [" ".join(pair.prompt.split()) for pair in pairs]
+    last = zip(*(one[::-1] for one in prompts), strict=False)
+    shared = len([*takewhile(lambda letters: len({*letters}) == 1, last)])
+    if len({*prompts}) == 1:
+        shared = 0
+    return [(one[: len(one) - shared] or one).rstrip()[-letters:].lstrip() for one in prompts]
 
 
 def compare_answers(

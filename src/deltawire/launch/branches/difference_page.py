@@ -19,6 +19,7 @@ from deltawire.launch.branches.answer_differences import (
     AnswerDifference,
     AnswerPair,
     AnswerTokens,
+    prompt_ends,
 )
 from deltawire.launch.branches.differences import BitDifference
 
@@ -84,7 +85,8 @@ def _heads(bits: BitDifference, answers: AnswerDifference | None) -> str:
 
 
 def _divergence(answers: AnswerDifference) -> str:
-    rows = [(_first_line(pair), pair.kl) for pair in answers.pairs[:SHOWN_PAIRS]]
+    shown = answers.pairs[:SHOWN_PAIRS]
+    rows = [(end, pair.kl) for end, pair in zip(prompt_ends(shown, 30), shown, strict=True)]
     return _card(
         "KL by answer",
         "The divergence of whole answers to a prompt, in nats, the largest first.",
@@ -185,10 +187,6 @@ def _bars(rows: Sequence[tuple[str, float]]) -> str:
 
 def _card(title: str, words: str, content: str) -> str:
     return f"<section class='card wide'><h2>{title}</h2><p>{words}</p>{content}</section>"
-
-
-def _first_line(pair: AnswerPair) -> str:
-    return " ".join(pair.prompt.split())[-30:]
 
 
 def _number(value: float | None) -> str:

@@ -7,7 +7,11 @@ from rich.table import Table
 from rich.text import Text
 
 from deltawire.display import legible
-from deltawire.launch.branches.answer_differences import AnswerDifference, AnswerTokens
+from deltawire.launch.branches.answer_differences import (
+    AnswerDifference,
+    AnswerTokens,
+    prompt_ends,
+)
 from deltawire.launch.branches.printing import print_line
 
 SHOWN_PAIRS = 5
@@ -28,8 +32,8 @@ def print_answers(found: AnswerDifference, console: Console) -> None:
         f"KL by token {found.kl_per_token:.4g} nats, by answer {found.kl_per_answer:.4g}",
     )
     table = Table("prompt", "KL", "old", "new", show_lines=True)
-    for pair in found.pairs[:SHOWN_PAIRS]:
-        prompt = " ".join(pair.prompt.split())[-120:]
+    shown = found.pairs[:SHOWN_PAIRS]
+    for prompt, pair in zip(prompt_ends(shown, 120), shown, strict=True):
         table.add_row(
             Text(legible(prompt, 120)), f"{pair.kl:.3g}", _marked(pair.old), _marked(pair.new)
         )

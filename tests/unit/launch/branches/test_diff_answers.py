@@ -15,6 +15,7 @@ from deltawire.launch.branches.answer_differences import (
     AnswerTokens,
     compare_answers,
     divergence,
+    prompt_ends,
     summed,
 )
 from deltawire.launch.branches.difference_page import write_page
@@ -91,6 +92,19 @@ def test_what_answers_say_enters_the_page_as_text(planted, tmp_path):
     assert "&lt;script&gt;" in html
     with pytest.raises(InputError, match="cannot write"):
         write_page(tmp_path / "none" / "page.html", "a", "b", bits, None)
+
+
+def test_prompts_are_told_apart_by_what_comes_before_the_end_that_all_share():
+    none = AnswerTokens(texts=[], kl=[])
+    pairs = [
+        AnswerPair(
+            prompt=f"<s>{asked}\n<assistant>\n", seed=0, same=True, kl=0.0, old=none, new=none
+        )
+        for asked in ("What is 2 + 3?", "What is 4 + 5?")
+    ]
+    assert prompt_ends(pairs, 6) == ["2 + 3", "4 + 5"]
+    assert prompt_ends(pairs[:1], 5) == ["<end>"]
+    assert prompt_ends([pairs[0], pairs[0]], 5) == ["<end>"] * 2
 
 
 def test_prompts_of_users_are_not_shown(planted, monkeypatch):
