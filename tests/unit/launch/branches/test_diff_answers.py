@@ -97,9 +97,7 @@ def test_what_answers_say_enters_the_page_as_text(planted, tmp_path):
 def test_prompts_are_told_apart_by_what_comes_before_the_end_that_all_share():
     none = AnswerTokens(texts=[], kl=[])
     pairs = [
-        AnswerPair(
-            prompt=f"<s>{asked}\n<assistant>\n", seed=0, same=True, kl=0.0, old=none, new=none
-        )
+        AnswerPair(prompt=f"<s>{asked}\n<end>\n", seed=0, same=True, kl=0.0, old=none, new=none)
         for asked in ("What is 2 + 3?", "What is 4 + 5?")
     ]
     assert prompt_ends(pairs, 6) == ["2 + 3", "4 + 5"]
