@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         body = {name: getattr(done.record, name) for name in done.record.__struct_fields__}
         body |= {"known": done.known, "pseudonyms": list(done.pseudonyms)}
         body |= {"old_versions": done.old_versions, "without": list(options.without)}
-        body |= {"forks": list(done.forks)}
+        body |= {"forks": [one.url for one in done.forks]}
         if done.rebuild is not None:
             body["rebuild"] = done.rebuild._asdict()
         print(json.dumps(body))  # noqa: T201
@@ -110,9 +110,10 @@ def _lines(done: Erasure, without: Sequence[str]) -> Iterator[str]:
     elif done.old_versions == "unknown":
         yield "it cannot be told here whether the store keeps old versions of objects: check it"
     for fork in done.forks:
+        note = f", and then its note {fork.note}" if fork.note else ""
         yield (
-            f"the fork {fork} began with weights that were trained on the user: delete it, or fork "
-            "an earlier version; if it serves users itself, run forget on it too"
+            f"the fork {fork.url} began with weights that were trained on the user: delete "
+            f"it{note}, or fork an earlier version; if it serves users itself, run forget on it too"
         )
     if rebuild is not None and rebuild.restores is None:
         yield "rebuild: the newest version does not come from the user's answers"

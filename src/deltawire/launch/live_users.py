@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deltawire.errors import InputError
+from deltawire.launch.branches.fork_copy import KnownFork
 from deltawire.launch.branches.fork_places import forks_from
 from deltawire.launch.live_secret import SecretPlace
 from deltawire.launch.role_keys import read_signer
@@ -91,14 +92,14 @@ class _Deployment:
 class Erasure:
     """The outcome of an erasure. ``known`` says whether the bucket ever held anything of the user;
     ``old_versions`` whether the store keeps what was deleted, as far as it can be told. ``forks``
-    are the URLs of forks that began with weights which were trained on the user."""
+    are the forks that began with weights which were trained on the user."""
 
     record: Forgotten
     pseudonyms: Sequence[str]
     known: bool
     old_versions: OldVersions
     rebuild: Rebuild | None = None
-    forks: Sequence[str] = ()
+    forks: Sequence[KnownFork] = ()
 
 
 def forget_by_name(

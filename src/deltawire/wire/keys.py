@@ -278,7 +278,7 @@ def proof_salt(worker: str, sequence: int) -> str:
 
 
 def child(fork: str) -> str:
-    """Returns the key that notes a fork in another bucket."""
+    """Returns the key that notes a fork in another bucket, by its run's id."""
     return f"{CHILDREN}{_checked(fork)}.json"
 
 

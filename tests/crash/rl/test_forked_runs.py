@@ -9,13 +9,16 @@ from forgotten_users import train
 from granted_groups import copied, made_up_group, put_group, start_with_groups
 from heartbeats import put_heartbeat
 
+from deltawire.cli import forget
 from deltawire.cli.main import main
 from deltawire.config import run_config
 from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.launch.branches.fork_places import FORK_RECORD, forks_from
 from deltawire.launch.branches.forking import Fork, fork_run
+from deltawire.launch.live_users import Erasure
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.store import open_bucket, retrying
+from deltawire.store.delegating import DelegatingBucket
 from deltawire.sync import find_run, load_mirror, prune, read_manifest, read_run
 from deltawire.sync.chain.tags import find_tag
 from deltawire.sync.maintain.fsck import check_run
@@ -23,6 +26,7 @@ from deltawire.testing.faulty import FaultyBucket
 from deltawire.train import checkpoint
 from deltawire.train.checkpoint import checkpoint_versions
 from deltawire.wire import keys
+from deltawire.wire.lineage import Forgotten
 from deltawire.wire.objects import decode_json
 
 TRAIN = {
@@ -56,6 +60,10 @@ def give_later_groups(fork, *numbers):
     for place, number in enumerate(numbers):
         put_group(fork, place, made_up_group(number))
     put_heartbeat(fork, "w0", stored=len(numbers), at=time.time())
+
+
+def urls_from(bucket, version):
+    return [one.url for one in forks_from(bucket, version)]
 
 
 def digests(bucket, *versions):
@@ -186,10 +194,10 @@ def test_forks_that_hold_what_a_version_learned_are_named(parent):
     first = fork_run(parent, read_run(parent), VERSION, "one")
     fork = open_bucket(first.url)
     second = fork_run(fork, first.run, VERSION, "two")
-    assert forks_from(parent, VERSION) == [first.url, second.url]
-    assert forks_from(parent, VERSION + 1) == []
+    assert urls_from(parent, VERSION) == [first.url, second.url]
+    assert urls_from(parent, VERSION + 1) == []
     fork.put(keys.manifest(VERSION), b"junk")  # Then it is unknown, and counts.
-    assert forks_from(parent, VERSION + 1) == [first.url, second.url]
+    assert urls_from(parent, VERSION + 1) == [first.url, second.url]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +221,7 @@ def test_a_fork_in_another_bucket_needs_nothing_of_its_parent(parent, tmp_path, 
     assert main(["fork", f"{parent.url}@{VERSION}", "try", "--to", to]) == 0
     assert "the trainer's state was copied" in capsys.readouterr().out
     later = digests(parent, 3, 4)
-    assert forks_from(parent, VERSION) == [open_bucket(to).url]
+    assert urls_from(parent, VERSION) == [open_bucket(to).url]
     assert find_tag(parent, read_run(parent), "fork-try") is None
     assert not [key for key in parent.list(keys.CHECKPOINTS) if "fork-" in key]
     again = fork_run(parent, read_run(parent), VERSION, "try", to=to)
@@ -244,7 +252,7 @@ def test_each_request_of_a_copy_fails(parent, tmp_path, done, monkeypatch):
             ended = len(bucket.operations) < at
         place = open_bucket(to, create=True)
         if place.list(keys.BLOBS):
-            assert place.url in forks_from(parent, VERSION)
+            assert place.url in urls_from(parent, VERSION)
         fork_run(parent, run, VERSION, name, to=to)
         assert load_mirror(place, read_run(place)).digest.hex() == digests(parent, VERSION)[0]
         assert_has_state(Fork(to, read_run(place), VERSION, "copied"))
@@ -254,10 +262,13 @@ def test_each_request_of_a_copy_fails(parent, tmp_path, done, monkeypatch):
 def test_an_erasure_names_forks_elsewhere(parent, tmp_path):
     to = str(tmp_path / "elsewhere")
     fork_run(parent, read_run(parent), VERSION, "try", to=to)
-    assert forks_from(parent, VERSION + 1) == []
-    assert forks_from(parent, 1) == [open_bucket(to).url]
+    assert urls_from(parent, VERSION + 1) == []
+    assert urls_from(parent, 1) == [open_bucket(to).url]
+    record = Forgotten(run=read_run(parent).id, user="b0" * 16, at=0.0)
+    done = Erasure(record, [], known=True, old_versions="none", forks=forks_from(parent, 1))
+    assert f"its note {parent.list(keys.CHILDREN)[0]}" in " ".join(forget._lines(done, []))
     parent.put(keys.child("odd"), b"junk")  # Then it is unknown, and counts.
-    assert keys.child("odd") in forks_from(parent, VERSION + 1)
+    assert keys.child("odd") in urls_from(parent, VERSION + 1)
 
 
 def test_a_damaged_part_is_not_copied(parent, tmp_path):
@@ -275,4 +286,59 @@ def test_places_that_no_fork_is_copied_to(parent, tmp_path):
             fork_run(parent, read_run(parent), VERSION, "try", to=to)
     fork_run(parent, read_run(parent), VERSION, "try", to=str(tmp_path / "one"))
     with pytest.raises(InputError, match="another fork has this name"):
-        fork_run(parent, read_run(parent), 4, "try", to=str(tmp_path / "two"))
+        fork_run(parent, read_run(parent), 4, "try", to=str(tmp_path / "one"))
+
+
+def test_a_copy_of_the_same_name_takes_nothing_from_a_fork_below(parent, tmp_path):
+    run = read_run(parent)
+    below = fork_run(parent, run, VERSION, "try")
+    kept = [find_tag(parent, run, "fork-try"), parent.list(keys.CHECKPOINTS)]
+    copies = [fork_run(parent, run, VERSION, "try", to=str(tmp_path / one)) for one in ("a", "b")]
+    assert [find_tag(parent, run, "fork-try"), parent.list(keys.CHECKPOINTS)] == kept
+    assert len({one.run.id for one in (below, *copies)}) == 3
+    assert set(urls_from(parent, VERSION)) == {one.url for one in (below, *copies)}
+
+
+def test_a_refused_copy_leaves_nothing_in_its_parent(parent, tmp_path):
+    """Its note stays if weights are in the other bucket already."""
+    run, to = read_run(parent), tmp_path / "elsewhere"
+    for noted in (0, 1):
+        with pytest.raises(InputError, match="is not committed"):
+            fork_run(parent, run, 9, "try", to=str(to))
+        assert len(parent.list(keys.CHILDREN)) == noted
+        assert not parent.list(keys.TAGS)
+        open_bucket(str(to)).put(keys.blob("5e" * 32), b"")
+
+
+class ShortAnswers(DelegatingBucket):
+    """A bucket whose first listing comes back empty, and whose first read finds nothing."""
+
+    poll_s = 0.0
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.listed, self.read = set(), set()
+
+    def list(self, prefix="", *, after=None):
+        first = prefix not in self.listed
+        self.listed.add(prefix)
+        return [] if first else self.inner.list(prefix, after=after)
+
+    def list_prefixes(self, prefix):
+        first = prefix not in self.listed
+        self.listed.add(prefix)
+        return [] if first else self.inner.list_prefixes(prefix)
+
+    def get(self, key, *, limit):
+        first = key not in self.read
+        self.read.add(key)
+        return None if first else self.inner.get(key, limit=limit)
+
+
+def test_a_short_answer_hides_no_fork(parent, tmp_path):
+    run = read_run(parent)
+    copy = fork_run(parent, run, VERSION, "try", to=str(tmp_path / "elsewhere"))
+    below = fork_run(parent, run, VERSION, "two")
+    assert urls_from(ShortAnswers(parent), VERSION) == [copy.url, below.url]
+    parent.put(keys.child("odd"), b"x" * 100_000)
+    assert keys.child("odd") in urls_from(parent, VERSION)

@@ -19,6 +19,7 @@ from deltawire.dashboard.state import RunState
 from deltawire.display import REDACTED, has_credentials, looks_secret, redact
 from deltawire.errors import InputError
 from deltawire.events import Life
+from deltawire.launch.branches.fork_copy import check_place
 from deltawire.launch.metrics import Destination, forward_metrics
 from deltawire.launch.watching import Watcher, summary_of
 from deltawire.runtime.supervisor import Child, Supervisor
@@ -60,6 +61,7 @@ COMMANDS = [
     ["pull", "{}", "elsewhere"],
     ["relay", "{}", "elsewhere"],
     ["run", "{config}", "--bucket"],
+    ["fork", "{bucket}", "name", "--to", "{}/forks/other"],
 ]
 
 
@@ -71,13 +73,22 @@ def test_a_bucket_url_with_credentials_is_refused_without_repeating_them(url) ->
     assert "environment" in str(caught.value) or "unknown scheme" in str(caught.value)
 
 
+@pytest.mark.parametrize("url", URLS)
+def test_the_place_of_a_fork_is_not_repeated_with_its_credentials(url, tmp_path) -> None:
+    with pytest.raises(InputError) as caught:
+        check_place(open_bucket(str(tmp_path)), f"{url}/forks/other")
+    assert SECRET not in f"{caught.value} {caught.value.__dict__}"
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_no_command_repeats_the_credentials_of_a_url(command, tmp_path, capfd) -> None:
     config = tmp_path / "config.toml"
     config.write_text('name = "demo"\n[task]\n')
     url = URLS[0]
-    words = [word.format(url, config=config) for word in command]
-    words += [] if url in words else [url]
+    bucket = open_bucket(str(tmp_path / "run"), create=True)
+    create_run(bucket, Run(id="5e" * 16, name="demo", created_at=0.0, digest="0" * 32, tensors=[]))
+    words = [word.format(url, config=config, bucket=f"{bucket.url}@0") for word in command]
+    words += [] if any(url in word for word in words) else [url]
     if command[0] == "run":
         words += ["--out", str(tmp_path / "out")]
     try:

@@ -1,6 +1,7 @@
 """Copies what a fork begins with to another bucket, and notes the fork in its parent.
 
-The note comes first: an erasure at the parent that runs meanwhile names the fork. Payloads are
+The note comes first: an erasure at the parent that runs meanwhile names the fork. Its key is the
+fork's id, so forks with one name in several buckets have a note each. Payloads are
 copied before the manifests that name them, each checked by its hash, and the fork's ``run.json``
 comes last, so a copy that stopped is no run, and the same call copies what is missing.
 """
@@ -11,13 +12,17 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from blake3 import blake3
 
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import CorruptError, InputError, UnreadableError
 from deltawire.store import Bucket
 from deltawire.store.forked import split_fork
+from deltawire.store.opening import refuse_credentials
+from deltawire.sync.chain.evidence import listed_twice, require_evidence
 from deltawire.sync.maintain.blob_copies import BlobCopies
 from deltawire.train.checkpoint import Commit
 from deltawire.wire import keys
@@ -28,8 +33,18 @@ from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import Run
 
 
+class KnownFork(NamedTuple):
+    """Where a fork is, and the key of its note in the parent, empty for a fork below its parent.
+    ``url`` is the note's key if the note cannot be read."""
+
+    url: str
+    note: str = ""
+
+
 def check_place(parent: Bucket, location: str) -> None:
-    """Raises `InputError` for a place that belongs to a run as its fork, or is the parent's."""
+    """Raises `InputError` for a place that belongs to a run as its fork, or is the parent's, and
+    for a URL with credentials, which no message repeats."""
+    refuse_credentials(location)
     if split_fork(location)[1]:
         raise InputError(
             f"{location[:200]} is the place of a fork of another run",
@@ -39,37 +54,45 @@ def check_place(parent: Bucket, location: str) -> None:
         raise InputError("a run cannot be forked into its own bucket", run=parent.url)
 
 
-def register_child(parent: Bucket, run: Run, name: str, child: Run, version: int, url: str) -> None:
-    """Notes a fork elsewhere in its parent; raises `InputError` if another one has the name."""
+def register_child(parent: Bucket, run: Run, child: Run, version: int, url: str) -> None:
+    """Notes a fork elsewhere in its parent; raises `InputError` if its note names another place."""
     note = ForkNote(run=run.id, child=child.id, version=version, url=url, at=time.time())
-    key = keys.child(name)
+    key = keys.child(child.id)
     if parent.create(key, encode_json(note)):
         return
-    data = parent.get(key, limit=MAX_CHILD_BYTES)
-    if data is None or decode_json(data, ForkNote, run=parent.url, key=key).child != child.id:
+    there = _read_note(parent, key)
+    if there is None or (there.child, there.url) != (child.id, url):
         raise InputError(
-            "another fork has this name",
-            hint="choose another name; if that fork is gone, delete its note",
+            "the note of this fork is not there, or names another place",
+            hint="run the command again; if the note stays, delete it",
             run=parent.url,
             key=key,
         )
 
 
-def children_from(bucket: Bucket, version: int) -> list[str]:
-    """Returns the places of the forks in other buckets that began with ``version`` or a later one,
-    as they were noted. A note that cannot be read counts, by its key."""
+def withdraw_child(parent: Bucket, place: Bucket, child: Run) -> None:
+    """Deletes the note of a fork that was refused, unless its place holds weights already."""
+    if not listed_twice(place, keys.BLOBS):
+        parent.delete(keys.child(child.id))
+
+
+def _read_note(parent: Bucket, key: str) -> ForkNote | None:
+    data = parent.get(key, limit=MAX_CHILD_BYTES)
+    return None if data is None else decode_json(data, ForkNote, run=parent.url, key=key)
+
+
+def children_from(bucket: Bucket, version: int) -> list[KnownFork]:
+    """Returns the forks in other buckets that began with ``version`` or a later one, as they were
+    noted. A note that cannot be read counts, by its key."""
     found = []
-    for key in bucket.list(keys.CHILDREN):
-        data = bucket.get(key, limit=MAX_CHILD_BYTES)
-        if data is None:
-            continue
+    for key in listed_twice(bucket, keys.CHILDREN):
         try:
-            note = decode_json(data, ForkNote, run=bucket.url, key=key)
-        except CorruptError:
-            found.append(key)
+            note = require_evidence(bucket, key, partial(_read_note, bucket, key))
+        except UnreadableError:
+            found.append(KnownFork(key, key))
             continue
-        if note.version >= version:
-            found.append(note.url)
+        if note is not None and note.version >= version:
+            found.append(KnownFork(note.url, key))
     return found
 
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from deltawire.errors import CorruptError
-from deltawire.launch.branches.fork_copy import children_from
+from deltawire.launch.branches.fork_copy import KnownFork, children_from
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import committed_versions, find_run, read_manifest
 from deltawire.wire import keys
@@ -26,8 +26,10 @@ class ForkRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fork_names(bucket: Bucket) -> list[str]:
-    """Lists the names of a run's forks, those included that are not finished."""
-    return [name for name in bucket.list_prefixes(keys.FORKS) if keys.valid_name(name)]
+    """Lists the names of a run's forks, those included that are not finished: what one of two
+    listings shows, because one may come back short."""
+    listed = {name for _ in range(2) for name in bucket.list_prefixes(keys.FORKS)}
+    return sorted(filter(keys.valid_name, listed))
 
 
 def open_fork(bucket: Bucket, name: str) -> Bucket:
@@ -53,8 +55,8 @@ def origin_of(fork: Bucket) -> int | None:
     return None
 
 
-def forks_from(bucket: Bucket, version: int) -> list[str]:
-    """Returns the URLs of the forks, and of their forks, that began with ``version`` or a later
+def forks_from(bucket: Bucket, version: int) -> list[KnownFork]:
+    """Returns the forks, and their forks, that began with ``version`` or a later
     one, also in other buckets. One whose origin is unknown, or was deleted by its retention, counts
     as one of them.
     """
@@ -66,5 +68,5 @@ def forks_from(bucket: Bucket, version: int) -> list[str]:
         except CorruptError:
             origin = None
         if origin is None or origin >= version:
-            found += [fork.url, *forks_from(fork, 0)]
+            found += [KnownFork(fork.url), *forks_from(fork, 0)]
     return found

@@ -11,10 +11,11 @@ A fork lies below its parent, at ``RUN/forks/NAME``, and reads what it began wit
 4. Create ``run.json``. Before that no reader takes the place for a run.
 
 A fork in another bucket (``to``) is noted in the parent first, and between 1 and 2 the payloads are
-copied. It reads nothing of its parent later, so the tag and the mark are removed at the end.
+copied. It reads nothing of its parent later, so the tag and the mark are removed at the end; their
+names have the fork's id, because a fork below the parent may have the same name and keeps its own.
 
-The id follows from the parent, the version, the name and the configuration, so a repeated call
-writes the same objects, and one with other arguments finds them and stops.
+The id follows from the parent, the version, the name, the configuration and the place of a copy, so
+a repeated call writes the same objects, and one with other arguments finds them and stops.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from deltawire.config import with_settings
 from deltawire.config.features import stored_settings
 from deltawire.config.sections import RunConfig
 from deltawire.errors import CorruptError, InputError
-from deltawire.launch.branches.fork_copy import check_place, copy_payloads, register_child
+from deltawire.launch.branches.fork_copy import (
+    check_place,
+    copy_payloads,
+    register_child,
+    withdraw_child,
+)
 from deltawire.launch.branches.fork_places import FORK_RECORD, ForkRecord
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.needs import config_of, needs_of
@@ -82,10 +88,15 @@ def fork_run(
 
         fork_run(bucket, run, 120, "try", settings={"train.optimizer.learning_rate": 2e-6})
     """
-    tag = keys.fork_tag(name)
+    keys.fork_tag(name)  # Refuses a name that is too long for it.
+    if to:
+        check_place(parent, to)
     config = _config_of(parent, run, settings or {})
     raw = stored_settings(config) if config is not None else run.config
-    seen = msgspec.json.encode([run.id, version, name, raw], order="deterministic")
+    location = to or f"{parent.url.rstrip('/')}/{keys.fork(name)}"
+    place = RetryingBucket.over(open_bucket(location, create=True))
+    seed = [run.id, version, name, raw, *([place.url] if to else [])]
+    seen = msgspec.json.encode(seed, order="deterministic")
     described = msgspec.structs.replace(
         run,
         id=blake3(seen).hexdigest()[:32],
@@ -95,19 +106,40 @@ def fork_run(
         needs=needs_of(config) if config is not None else run.needs,
         build=build_name(),
     )
-    if to:
-        check_place(parent, to)
-    location = to or f"{parent.url.rstrip('/')}/{keys.fork(name)}"
-    place = RetryingBucket.over(open_bucket(location, create=True))
     there = _refuse_another(place, described)
-    if to and there:
-        _release(parent, version, name)
+    if not to:
+        return _make(parent, run, place, described, config, version, signer, held=name)
+    held = described.id
+    if there:
+        _release(parent, version, held)
         return Fork(place.url, described, version, "copied" if config else "none")
-    if to:
-        register_child(parent, run, name, described, version, place.url)
-    add_tag(parent, run, version, tag, signer=signer)
+    register_child(parent, run, described, version, place.url)
+    try:
+        made = _make(parent, run, place, described, config, version, signer, held=held, copied=True)
+    except InputError:
+        _release(parent, version, held)
+        withdraw_child(parent, place, described)
+        raise
+    _release(parent, version, held)
+    return made
+
+
+def _make(
+    parent: Bucket,
+    run: Run,
+    place: Bucket,
+    described: Run,
+    config: RunConfig | None,
+    version: int,
+    signer: Signer | None,
+    *,
+    held: str,
+    copied: bool = False,
+) -> Fork:
+    """Writes the fork; ``held`` names the tag and the mark that keep what it reads."""
+    add_tag(parent, run, version, keys.fork_tag(held), signer=signer)
     chain = chain_of(parent, run, version)
-    if to:
+    if copied:
         copy_payloads(parent, run, place, chain)
     for one in chain:
         newest = one.version == version
@@ -117,19 +149,15 @@ def fork_run(
     if config is not None:
         from deltawire.launch.branches.fork_state import give_state
 
-        state = give_state(
-            parent, run, place, described, config, version, fork=name, copied=bool(to)
-        )
+        state = give_state(parent, run, place, described, config, version, fork=held, copied=copied)
     create_run(place, described, signer=signer)
-    if to:
-        _release(parent, version, name)
     return Fork(place.url, described, version, state)
 
 
-def _release(parent: Bucket, version: int, name: str) -> None:
+def _release(parent: Bucket, version: int, held: str) -> None:
     """Lets the parent's retention go on: a fork in another bucket reads nothing of the parent."""
-    parent.delete(keys.checkpoint_forked(version, name))
-    parent.delete(keys.tag(keys.fork_tag(name)))
+    parent.delete(keys.checkpoint_forked(version, held))
+    parent.delete(keys.tag(keys.fork_tag(held)))
 
 
 def _config_of(parent: Bucket, run: Run, settings: Mapping[str, Any]) -> RunConfig | None:
