@@ -2,12 +2,13 @@
 versions old.
 
 The model, users and loss of ``examples/live.toml``, without processes and waiting: the model is
-warmed up as a run does, `STEPS` steps are taken with the trainer's own loss, and simulated users
-react to what the model draws. With a lag of L versions a candidate is promoted every L steps, so
-that the version that serves three quarters of the users is L to 2·L - 1 versions old, and the
-candidate, which serves the others, up to L - 1. The gain is true satisfaction at the end less that
-at the start. ``lagged_gain`` is the least of `SEEDS` seeds; ``lagged_seeds`` counts those of the
-first `SWEEP` seeds that gain at least `WORTH`. Each seed of the sweep is kept in ``--out``.
+warmed up as a run does, `STEPS` steps are taken with the trainer's own loss and schedule, and
+simulated users react to what the model draws. With a lag of L versions a candidate is promoted
+every L steps, so that the version that serves half of the users is L to 2·L - 1 versions old, and
+the candidate, which serves the others, up to L - 1.
+The gain is true satisfaction at the end less that at the start. ``lagged_gain`` is the least of
+`SEEDS` seeds; ``lagged_seeds`` counts those of the first `SWEEP` seeds that gain at least `WORTH`.
+Each seed of the sweep is kept in ``--out``.
 
 ``details`` has the same for losses that bound single tokens, and with answers of the newest
 version.
@@ -41,12 +42,12 @@ from deltawire.live.learning.rewards import RewardRules
 from deltawire.rl.trainer.warm_start import answer_end, origin
 from deltawire.testing.users.population import Population, SimulatedRequest
 from deltawire.train.loss import LossInputs, Totals, policy_loss
+from deltawire.train.optimizer.schedule import rate_factor
 from deltawire.train.warm_start import Pair, warm_start
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "live.toml"
 SEEDS, STEPS, LAG = 3, 40, 6
 SWEEP, WORTH = 20, 0.1
-SHOWN_CANDIDATE = 0.25
 HELD_OUT, AT_LAST = 512, 10_000_000
 LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"surrogate": "cispo"},
@@ -96,6 +97,7 @@ class LaggedLearning:
         """Returns the change of true satisfaction after `STEPS` steps."""
         torch.manual_seed(seed)
         chance, optimizer = np.random.default_rng((seed, 41)), self.config.train.optimizer
+        schedule, share = self.config.train.schedule, self.config.live.release.stages[0]
         model = copy.deepcopy(self.start)
         steps = torch.optim.AdamW(
             model.parameters(), lr=optimizer.learning_rate, weight_decay=0.0,
@@ -109,11 +111,13 @@ class LaggedLearning:
                 serving, candidate = candidate, copy.deepcopy(model)
             sources = (serving, candidate) if lag else (model, model)
             size = self.config.rollout.group_size
-            shown = min(max(int(chance.binomial(size, SHOWN_CANDIDATE)), 1), size - 1)
+            shown = min(max(int(chance.binomial(size, share)), 1), size - 1)
             parts = []
             for source, count in zip(sources, (size - shown, shown), strict=True):
                 number, drawn, rewards = self._reported(source, number, count)
                 parts.append((drawn, rewards))
+            for group in steps.param_groups:
+                group["lr"] = optimizer.learning_rate * rate_factor(schedule, step + 1)
             self._step(model, steps, loss, parts, tracker, step)
         return self.satisfaction(model) - self.satisfaction(self.start)
 

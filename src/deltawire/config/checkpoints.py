@@ -15,6 +15,7 @@ def stores_last_state(config: RunConfig, version: int, size: int) -> bool:
     if train.final_checkpoint != "auto":
         return train.final_checkpoint == "always"
     # Steps on users' answers cannot be computed again once a user has been erased.
-    if config.live != LiveConfig() or version >= train.checkpoint_every:
+    # A stop rule's end is early: with a later limit, the same command continues the run.
+    if config.live != LiveConfig() or version >= train.checkpoint_every or version < train.versions:
         return True
     return size <= SMALL_BYTES

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from html import escape
 from typing import Literal
 
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from deltawire.dashboard.wording import MISSING, byte_size, duration
 from deltawire.display import legible
-from deltawire.errors import RetryError
+from deltawire.errors import DeltawireError, RetryError
 from deltawire.runtime.reader_report import GONE_S, ReaderReports
 from deltawire.store import Bucket
 from deltawire.wire.status import HostReaders, ReaderReport, StoreTraffic
@@ -73,15 +72,20 @@ class ReaderWatch:
         self._clock = clock
         self._listed_at = float("-inf")
         self._found: list[HostReaders] = []
+        self._fault = ""
 
     def lines(self) -> list[ReaderLine]:
         """Returns the readers, the latest ones first; those of the last look if the store does not
-        answer."""
+        answer, or does not let this view read reports."""
         now = self._clock()
         if not 0 <= now - self._listed_at < EVERY_S:
             self._listed_at = now
-            with suppress(RetryError):
-                self._found = self._reports.poll()
+            try:
+                self._found, self._fault = self._reports.poll(), ""
+            except RetryError:
+                pass
+            except DeltawireError as error:
+                self._fault = f"reports of readers: {error}"
         lines = [_line(report.host, one, now) for report in self._found for one in report.readers]
         lines.sort(key=lambda one: (one.state == "ended", -one.late_s, one.host, one.process))
         return lines[:MAX_LINES]
@@ -89,7 +93,8 @@ class ReaderWatch:
     @property
     def problems(self) -> list[str]:
         """Reports that cannot be read."""
-        return [str(error) for error in self._reports.errors]
+        found = [str(error) for error in self._reports.errors]
+        return [self._fault, *found] if self._fault else found
 
 
 def _line(host: str, one: ReaderReport, now: float) -> ReaderLine:

@@ -102,7 +102,7 @@ def pull_adapter(
         bucket = MeteredBucket(open_trusted(location, trust), lambda read, _: bar.advance(read))
         puller = _AdapterPuller(bucket, directory, bar, threads=threads, as_json=as_json)
         if follow:
-            with reporting(bucket, report_to, trust) as reporter:
+            with reporting(bucket, report_to) as reporter:
                 puller.follow(reporter)
         else:
             puller.bring(version)

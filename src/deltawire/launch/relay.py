@@ -58,7 +58,7 @@ def relay_run(
         )
         try:
             if follow:
-                places = [open_trusted(report_to, options.trust), target] if report_to else []
+                places = [open_bucket(report_to), target] if report_to else []
                 reporter = ReaderReporter(opened, "relay", places=places)
                 reporter.holds(relay.version)
                 with reporter.running():

@@ -1,4 +1,4 @@
-"""Reports of processes that follow a run's weights and are no processes of the run.
+"""Reports of processes that follow a run's weights and do not belong to the run.
 
 A pull, a relay and a rank of vLLM have no lease and no heartbeat. Each of them reports once a
 minute which version it holds, how late it is and why, and what it asked of its stores. All readers
@@ -16,11 +16,12 @@ Concurrency::
                              readers/<host>.json
 
 A reader whose credentials only read does not report: the store refuses the first write, and no
-other is tried. No report ends or delays its process.
+other is tried. No report ends its process; the last one delays its end by at most `LAST_S`.
 """
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import logging
 import os
@@ -40,7 +41,7 @@ from deltawire.builds import build_name
 from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
 from deltawire.private_files import private_folder, read_private, replace_private
 from deltawire.runtime.heartbeat import store_traffic
-from deltawire.store import Bucket, ObjectMeta, RetryingBucket
+from deltawire.store import Bucket, ObjectMeta, RetryingBucket, in_parallel
 from deltawire.store.request_limit import refusals_of
 from deltawire.sync import newest_version
 from deltawire.wire import keys
@@ -52,9 +53,14 @@ FIRST_S = 1.0
 """A reader that holds its first version reports soon."""
 GONE_S = 180.0
 """A report that was not renewed for so long is of a process that is gone, or stands still."""
+SILENT_S = 3600.0
+"""A host states a reader that does not end, and does not report, for so long."""
 KEPT_S = 86_400.0
 """Views leave out reports that are older than this."""
+LAST_S = 10.0
 MAX_HOST_BYTES = 1 << 20
+MAX_HOSTS = 1024
+"""Views read the newest reports of so many hosts."""
 
 Kind = Literal["pull", "relay", "vllm"]
 """The kinds of readers. Views show any other word, too: a later release may know more."""
@@ -98,6 +104,9 @@ class ReaderReporter:
         self._clock = clock
         self._started_at = clock()
         self._noted = -1, ""
+        self._late = -2, 0.0
+        """The version held at the last report, -2 before the first, and since when the next one had
+        been there."""
         self._state = state or (lambda: self._noted)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="reader-report", daemon=True)
@@ -117,16 +126,17 @@ class ReaderReporter:
         try:
             yield self
         finally:
-            self._closed.set()
-            self._thread.join(timeout=10.0)
+            self.stop(within_s=LAST_S)
 
     def start(self) -> None:
-        """Reports until the process ends."""
+        """Reports until the process ends, and once more then."""
+        atexit.register(self.stop, within_s=LAST_S)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the reports, after one that says that the reader ended."""
+    def stop(self, *, within_s: float = 0.0) -> None:
+        """Ends the reports, after one that says that the reader ended; waits for that."""
         self._closed.set()
+        self._thread.join(timeout=within_s)
 
     def _run(self) -> None:
         try:
@@ -150,7 +160,7 @@ class ReaderReporter:
                 replace_private(folder / f"{os.getpid()}-{self._name}.json", encode_json(own))
                 last = folder / "stored"
                 with suppress(FileNotFoundError):
-                    if not ended and self._clock() - last.stat().st_mtime < self._every_s:
+                    if not ended and 0 <= self._clock() - last.stat().st_mtime < self._every_s:
                         return False
                 if not self._store(self._readers(folder)):
                     return False
@@ -168,7 +178,11 @@ class ReaderReporter:
         try:
             following = self._bucket.head(keys.manifest(held + 1))
             if following is not None:
-                late_s = max(0.0, self._clock() - following.modified.timestamp())
+                since = following.modified.timestamp()
+                if self._late[0] == held:  # Retention replaces manifests, which makes them young.
+                    since = min(since, self._late[1])
+                self._late = held, since
+                late_s = max(0.0, self._clock() - since)
                 newest = newest_version(self._bucket, newer_than=held)
                 lag = max(0, (held if newest is None else newest) - max(held, 0))
         except RetryError as error:
@@ -214,14 +228,15 @@ class ReaderReporter:
             os.close(descriptor)
 
     def _readers(self, folder: Path) -> list[ReaderReport]:
-        """Reads the files of all readers, and removes those of processes that are gone."""
+        """Reads the files of all readers, and removes those of processes that have ended, or have
+        been silent for so long that nobody looks for them any more."""
         found = []
         for path in sorted(folder.glob("*.json")):
             with suppress(CorruptError, InputError, OSError):
                 # Its process writes the file again within a minute.
                 data = read_private(path, MAX_HOST_BYTES) or b""
                 one = decode_json(data, ReaderReport, run=self._bucket.url, key=path.name)
-                if self._clock() - one.at < GONE_S:
+                if abs(self._clock() - one.at) < (GONE_S if one.ended else SILENT_S):
                     found.append(one)
                     continue
             path.unlink(missing_ok=True)
@@ -248,6 +263,9 @@ def _host() -> str:
     return name if keys.valid_name(name) else f"host-{blake3(name.encode()).hexdigest(4)}"
 
 
+Known = tuple[ObjectMeta, HostReaders]
+
+
 class ReaderReports:
     """Reads the reports of all hosts, each again only when a listing shows that it changed.
 
@@ -260,29 +278,40 @@ class ReaderReports:
     def __init__(self, bucket: Bucket, *, clock: Callable[[], float] = time.time) -> None:
         self._bucket = bucket
         self._clock = clock
-        self._known: dict[str, tuple[ObjectMeta, HostReaders]] = {}
+        self._known: dict[str, Known] = {}
         self.errors: list[CorruptError] = []
         """One for each report that cannot be read."""
 
     def poll(self) -> list[HostReaders]:
         """Returns the reports that are younger than `KEPT_S`, by host; raises `RetryError`."""
-        now, self.errors = self._clock(), []
-        known, self._known = self._known, {}
-        for entry in self._bucket.list_objects(keys.READERS):
+        now, errors, kept = self._clock(), list[CorruptError](), dict[str, Known]()
+        listed = sorted(self._bucket.list_objects(keys.READERS), key=lambda one: one.modified)
+        changed = list[tuple[ObjectMeta, str]]()
+        for entry in listed[-MAX_HOSTS:]:
             host = keys.host_of(entry.key)
             if host is None or now - entry.modified.timestamp() > KEPT_S:
                 continue
-            if entry.key in known and known[entry.key][0] == entry:
-                self._known[entry.key] = known[entry.key]
-                continue
+            known = self._known.get(entry.key)
+            if known is not None and known[0] == entry:
+                kept[entry.key] = known
+            else:
+                changed.append((entry, host))
+
+        def read(one: tuple[ObjectMeta, str]) -> HostReaders | CorruptError | None:
             try:
-                found = self._read(entry.key, host)
+                return self._read(one[0].key, one[1])
             except CorruptError as error:
-                self.errors.append(error)  # Shown; no decision depends on a report.
-                continue
-            if found is not None:
-                self._known[entry.key] = entry, found
-        return [found for _, found in self._known.values()]
+                return error  # Shown; no decision depends on a report.
+
+        for (entry, _), found in zip(
+            changed, in_parallel(self._bucket, read, changed), strict=True
+        ):
+            if isinstance(found, CorruptError):
+                errors.append(found)
+            elif found is not None:
+                kept[entry.key] = entry, found
+        self._known, self.errors = kept, errors
+        return [found for _, found in kept.values()]
 
     def _read(self, key: str, host: str) -> HostReaders | None:
         data = self._bucket.get(key, limit=MAX_HOST_BYTES)

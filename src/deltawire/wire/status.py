@@ -24,6 +24,7 @@ MAX_READERS = 256
 Phase = Literal["starting", "training", "stopped", "finished"]
 WorkerPhase = Literal["starting", "sampling", "stopped", "finished"]
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+_Time = Annotated[float, Meta(ge=0, le=1e12)]
 _Name = Annotated[str, Meta(max_length=64)]
 _Size = Annotated[int, Meta(ge=1, le=4096)]
 _Part = Annotated[int, Meta(ge=0, le=4096)]
@@ -195,10 +196,10 @@ class ReaderReport(msgspec.Struct, frozen=True, kw_only=True):
 
     process: _Name
     kind: Annotated[str, Meta(max_length=32)]
-    pid: int
-    started_at: float
-    at: float
-    version: Annotated[int, Meta(ge=-1)]
+    pid: Index
+    started_at: _Time
+    at: _Time
+    version: Annotated[int, Meta(ge=-1, le=1 << 48)]
     lag: Index = 0
     late_s: _Seconds = 0.0
     reason: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
@@ -214,5 +215,5 @@ class HostReaders(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     host: _Name
-    at: float
+    at: _Time
     readers: Annotated[list[ReaderReport], Meta(max_length=MAX_READERS)]

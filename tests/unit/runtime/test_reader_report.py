@@ -1,8 +1,10 @@
 """Reports of pulls, relays and ranks of vLLM: their content, how often they come, and views."""
 
+import dataclasses
 import io
 import json
 import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -15,7 +17,15 @@ from deltawire.dashboard.status import Watch
 from deltawire.dashboard.status_view import view
 from deltawire.errors import InputError, RetryError
 from deltawire.launch import pull, relay
-from deltawire.runtime.reader_report import EVERY_S, GONE_S, KEPT_S, ReaderReporter, ReaderReports
+from deltawire.runtime import reader_report
+from deltawire.runtime.reader_report import (
+    EVERY_S,
+    GONE_S,
+    KEPT_S,
+    SILENT_S,
+    ReaderReporter,
+    ReaderReports,
+)
 from deltawire.store import DelegatingBucket, open_bucket, traffic
 from deltawire.store.request_limit import note_refusal
 from deltawire.sync import open_publisher
@@ -23,12 +33,14 @@ from deltawire.wire import keys
 
 
 class Clock:
-    """The machine's clock, some seconds later."""
+    """A clock that stands at some seconds after the machine's present time."""
 
-    later_s = 0.0
+    def __init__(self):
+        self.began = time.time()
+        self.later_s = 0.0
 
     def __call__(self):
-        return time.time() + self.later_s
+        return self.began + self.later_s
 
 
 class Places(DelegatingBucket):
@@ -122,6 +134,81 @@ def test_a_host_writes_one_object_a_minute_for_all_its_readers(bucket, make, clo
     clock.later_s += GONE_S
     assert other.report()
     assert readers(bucket, clock).keys() == {"other"}
+    third = make(name="third", places=[place])
+    third.report()
+    clock.later_s += GONE_S
+    assert third.report()
+    assert readers(bucket, clock).keys() == {"other", "third"}, "one that hangs is stated as silent"
+    clock.later_s += SILENT_S
+    assert third.report()
+    assert readers(bucket, clock).keys() == {"third"}
+
+
+def test_a_clock_that_goes_back_does_not_stop_reports(make, clock):
+    clock.later_s = 86_400.0
+    assert make(name="one").report()
+    clock.later_s = 0.0
+    assert make(name="one").report()
+
+
+def test_a_reader_stays_as_late_as_it_is_if_the_next_manifest_is_replaced(bucket, make, clock):
+    reporter = make(name="late")
+    reporter.holds(0)
+    clock.later_s = 5000.0
+    reporter.report()
+    late_s = readers(bucket, clock)["late"].late_s
+    stored = bucket.head(keys.manifest(1))
+    replaced = dataclasses.replace(stored, modified=stored.modified + timedelta(seconds=5000))
+    reporter._bucket = Replaced(bucket, replaced)
+    clock.later_s += EVERY_S
+    assert reporter.report()
+    assert readers(bucket, clock)["late"].late_s == pytest.approx(late_s + EVERY_S)
+
+
+class Replaced(DelegatingBucket):
+    """States another age of an object."""
+
+    def __init__(self, inner, meta):
+        super().__init__(inner)
+        self.meta = meta
+
+    def head(self, key):
+        return self.meta if key == self.meta.key else self.inner.head(key)
+
+
+def test_views_go_on_where_reports_may_not_be_read(bucket, make, clock):
+    """Policies of earlier releases do not let views read them."""
+    assert make(name="one").report()
+
+    class Refusing(DelegatingBucket):
+        def list_objects(self, prefix, *, after=None):
+            raise InputError("403")
+
+    watch = ReaderWatch(Refusing(bucket), clock=clock)
+    assert watch.lines() == []
+    assert watch.problems == ["reports of readers: 403"]
+
+
+@pytest.mark.parametrize("wrong", [{"version": 10**400}, {"pid": 10**400}, {"at": -1.0}])
+def test_numbers_out_of_range_are_refused(bucket, make, clock, wrong):
+    assert make(name="one").report()
+    (key,) = bucket.list(keys.READERS)
+    stored = json.loads(bucket.get(key, limit=1 << 20))
+    stored["readers"][0] |= wrong
+    bucket.put(key, json.dumps(stored).encode())
+    watch = ReaderWatch(bucket, clock=clock)
+    assert watch.lines() == []
+    assert key in watch.problems[0]
+
+
+def test_the_newest_reports_of_a_bounded_number_of_hosts_are_read(bucket, make, clock, monkeypatch):
+    monkeypatch.setattr(reader_report, "MAX_HOSTS", 2)
+    assert make(name="one").report()
+    (key,) = bucket.list(keys.READERS)
+    stored = json.loads(bucket.get(key, limit=1 << 20))
+    for host in ("h1", "h2", "h3"):
+        bucket.put(keys.readers(host), json.dumps(stored | {"host": host}).encode())
+    assert len(ReaderReports(bucket, clock=clock).poll()) == 2
 
 
 def hosts(bucket):

@@ -35,10 +35,10 @@ def test_the_third_step_stops_the_run(low):
 
 
 def test_steps_count_within_the_window():
-    fine = [0.1] * (WINDOW // 2)
+    fine = [0.3] * (WINDOW - 3)
     with pytest.raises(StoppedError):
-        add(stop_of(), 0.05, *fine[1:], 0.05, *fine[1:-1], 0.05)
-    add(stop_of(), 0.05, *fine, 0.05, *fine[:-1], 0.05)
+        add(stop_of(), 0.05, 0.05, *fine, 0.05)
+    add(stop_of(), 0.05, 0.05, *fine, 0.3, 0.05)
 
 
 @pytest.mark.parametrize(
