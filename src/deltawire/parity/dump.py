@@ -81,10 +81,36 @@ class DumpReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
+class _Sums:
+    """Counts the values of rows, and sums them and their squares."""
+
+    rows: int = 0
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, values: Floats) -> None:
+        self.rows += 1
+        self.count += len(values)
+        self.total += float(values.sum())
+        self.squares += float(np.square(values).sum())
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean."""
+        variance = max(self.squares / self.count - self.mean**2, 0.0)
+        return float(np.sqrt(variance / self.count))
+
+
+@dataclass
 class _Tally:
-    gaps: list[Floats] = field(default_factory=list)
+    gaps: _Sums = field(default_factory=_Sums)
     fitting: list[int] = field(default_factory=list)
-    others: dict[str, list[Floats]] = field(default_factory=dict)
+    others: dict[str, _Sums] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, list[int]] = field(default_factory=dict)
     formats: set[str] = field(default_factory=set)
@@ -114,14 +140,13 @@ def examine(
             tally.wrong.setdefault(mistake.cause, []).append(row.number)
             tally.texts.setdefault(mistake.cause, mistake.text)
     _add_subtle(tally)
-    gaps = np.concatenate(tally.gaps) if tally.gaps else np.zeros(0)
     return DumpReport(
         model=model.name,
         rows=tally.rows,
         tokens=tally.tokens,
         formats=sorted(tally.formats),
-        mean_gap=float(gaps.mean()) if gaps.size else None,
-        sound=not tally.wrong and gaps.size > 0,
+        mean_gap=tally.gaps.mean if tally.gaps.count else None,
+        sound=not tally.wrong and tally.gaps.count > 0,
         wrong_rows={cause: len(rows) for cause, rows in tally.wrong.items()},
         texts={cause: tally.texts[cause] for cause in tally.wrong},
         first_rows={cause: min(rows) for cause, rows in tally.wrong.items()},
@@ -173,11 +198,11 @@ def _scored(row: DumpRow, model: DumpModel, tally: _Tally) -> Mistake | None:
         return Mistake("zero-filled", text)
     shown = _hypotheses(row, own, logits, stated)
     if _fits(gaps):
-        tally.gaps.append(gaps)
+        tally.gaps.add(gaps)
         tally.fitting.append(row.number)
         for key, text, theirs in shown:
             if len(theirs) == len(gaps):
-                tally.others.setdefault(key, []).append(gaps - theirs)
+                tally.others.setdefault(key, _Sums()).add(gaps - theirs)
                 tally.texts.setdefault(key, text)
         return None
     for key, text, theirs in [*shown, *_masks(row, own), *_exchanged(row, model)]:
@@ -248,17 +273,15 @@ def _by_version(row: DumpRow, others: Sequence[DumpModel]) -> Mistake | None:
 def _add_subtle(tally: _Tally) -> None:
     """Names a mistake that fits all sound rows together much better than their claims, though each
     row is within the tolerance: a temperature of 0.9 for 1."""
-    if not tally.gaps:
+    if not tally.gaps.count:
         return
-    mean = float(np.concatenate(tally.gaps).mean())
+    mean = tally.gaps.mean
     found = []
-    for key, parts in tally.others.items():
-        better = np.concatenate(parts)
-        error = better.std() / np.sqrt(len(better)) + 1e-12
-        theirs = mean - float(better.mean())
+    for key, better in tally.others.items():
+        theirs = mean - better.mean
         if (
-            len(parts) == len(tally.gaps)
-            and better.mean() > DEVIATIONS * error
+            better.rows == tally.gaps.rows
+            and better.mean > DEVIATIONS * (better.error + 1e-12)
             and theirs * BETTER < mean
         ):
             found.append((theirs, key))

@@ -177,4 +177,7 @@ def _numbers(values: Any, where: str) -> NDArray[np.float64]:
         or not all(isinstance(one, numbers) for one in values)
     ):
         raise InputError(f"{where} has no list of numbers where one is expected")
-    return np.array([math.nan if one is None else float(one) for one in values], np.float64)
+    try:
+        return np.array([math.nan if one is None else float(one) for one in values], np.float64)
+    except OverflowError as error:  # JSON's integers have no limit.
+        raise InputError(f"{where} has an integer that is too large for a number") from error

@@ -4,6 +4,7 @@ The model is a table in NumPy: the logits after a token depend on that token and
 """
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -76,6 +77,26 @@ def test_an_honest_dump_is_sound(rows, temperature):
         assert report.sound, report
         assert not report.wrong_rows
         assert 0 < report.mean_gap < 2 * NOISE
+
+
+def test_memory_does_not_grow_with_the_tokens_of_sound_rows():
+    model, drawn = table_model(), np.random.default_rng(1)
+    prompt, tokens = (1, 2), drawn.integers(0, VOCABULARY, 400).tolist()
+    row = {"prompt": prompt, "tokens": tokens, "logprobs": scores(model, prompt, tokens).tolist()}
+    parsed, held = parse_row(json.dumps(row).encode(), 1, "row"), []
+
+    def rows():
+        for _ in range(20):
+            held.append(tracemalloc.get_traced_memory()[0])
+            yield parsed
+
+    tracemalloc.start()
+    try:
+        report = examine(rows(), model)
+    finally:
+        tracemalloc.stop()
+    assert report.sound
+    assert held[-1] - held[4] < 15 * 400 * 8  # One float64 for each token.
 
 
 def edited(change, rows=None):
@@ -180,6 +201,7 @@ def test_every_format_is_read(name):
         ('{"tokens": [-1], "logprobs": [0]}', "token ids"),
         ('{"tokens": [true], "logprobs": [0]}', "token ids"),
         ('{"tokens": [1], "logprobs": ["0"]}', "list of numbers"),
+        ('{"tokens": [1], "logprobs": [' + "9" * 400 + "]}", "too large"),
         ('{"tokens": [1], "logprobs": [0], "temperature": 0}', "temperature"),
         ("[" * 100_000, "cut off"),
     ],
