@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,6 +34,9 @@ from deltawire.placement.live import LiveWeights
 from deltawire.serving.app import build_runner
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, load_mirror
+
+CHECK_S = 0.2
+"""Time between checks that the server's thread, which a swap waits for, still runs."""
 
 
 class VersionServer:
@@ -71,6 +74,7 @@ class VersionServer:
         self._loop = asyncio.new_event_loop()
         self._stopping = False
         self._url: Future[str] = Future()
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="version-server", daemon=True)
 
     def __enter__(self) -> VersionServer:
@@ -95,15 +99,28 @@ class VersionServer:
         }
 
     def bring_to(self, version: int) -> str:
-        """Swaps to a version, and returns the URL. Raises `CorruptError` if it cannot be read."""
+        """Swaps to a version, and returns the URL. Raises `CorruptError` if it cannot be read, and
+        the error that ended the server's thread if one did."""
+        self._require_running()
         if version != self._live.version:
             start = self._live if self._live.version < version else self._base
             target = load_mirror(self._bucket, self._run, at=version, into=start.copy())
             patches = patches_between(self._live, target)
             swap = self._swap(patches, target)
-            asyncio.run_coroutine_threadsafe(swap, self._loop).result()
+            swapped = asyncio.run_coroutine_threadsafe(swap, self._loop)
+            while not wait([swapped], CHECK_S).done:
+                try:
+                    self._require_running()
+                except BaseException:
+                    swap.close()  # The loop ended before the swap began.
+                    raise
+            swapped.result()
             move(self._live, patches, target)
         return self._url.result()
+
+    def _require_running(self) -> None:
+        if not self._thread.is_alive():
+            raise self._error or BugError("the server of versions has ended")
 
     async def _swap(self, patches: dict[str, Patch], target: Mirror) -> None:
         self._weights.swap(patches, target.version, target.digest)
@@ -113,9 +130,9 @@ class VersionServer:
         try:
             self._loop.run_until_complete(self._decode())
         except BaseException as error:
-            if self._url.done():
-                raise
-            self._url.set_exception(error)
+            self._error = error
+            if not self._url.done():
+                self._url.set_exception(error)
 
     async def _decode(self) -> None:
         runner: Any = build_runner(self._endpoint.app())

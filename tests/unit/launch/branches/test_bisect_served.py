@@ -7,8 +7,9 @@ import pytest
 
 from deltawire.cli.main import main
 from deltawire.errors import CorruptError
+from deltawire.launch.branches import version_server
 from deltawire.launch.branches.version_server import VersionServer
-from deltawire.sync import read_manifest, read_run
+from deltawire.sync import load_mirror, read_manifest, read_run
 
 CULPRIT = 3
 COMMAND = """
@@ -56,3 +57,34 @@ def test_a_version_that_cannot_be_read_leaves_the_one_that_is_served(planted):
         with pytest.raises(CorruptError):
             server.bring_to(99)
         assert server._weights.version == 2
+
+
+class Broken:
+    """An engine whose first use raises."""
+
+    @property
+    def active(self):
+        raise ValueError("the engine failed")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("when", ["before", "before the swap"])
+def test_an_engine_that_ended_by_an_error_raises_it(planted, when, monkeypatch):
+    with VersionServer(planted.bucket, base=1) as server:
+
+        def end_by_an_error():
+            server._engine = Broken()
+            server._thread.join()
+
+        def load_and_end(*given, **named):
+            target = load_mirror(*given, **named)
+            end_by_an_error()
+            return target
+
+        if when == "before":
+            end_by_an_error()
+        else:
+            monkeypatch.setattr(version_server, "load_mirror", load_and_end)
+        for version in (3, 1):
+            with pytest.raises(ValueError, match="the engine failed"):
+                server.bring_to(version)
