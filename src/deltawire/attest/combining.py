@@ -57,13 +57,14 @@ def total_of(
     aliases: Mapping[str, str] | None = None,
     copies_disagree: Sequence[str] = (),
 ) -> Digests:
-    """Returns the digests of a model with these tensors."""
+    """Returns the digests of a model with these tensors; aliases of others are left out."""
     tensors = sorted(found, key=lambda one: one.name)
     total = sum((Digest.from_hex(one.digest) for one in tensors), codec.ZERO)
+    names = {one.name for one in tensors}
     return Digests(
         digest=total.hex(),
         tensors=tensors,
-        aliases=dict(aliases or {}),
+        aliases={name: one for name, one in (aliases or {}).items() if one in names},
         copies_disagree=sorted(copies_disagree),
         build=build_name(),
     )

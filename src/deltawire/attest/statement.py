@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from deltawire import codec
+from deltawire.attest.places import Counts
 from deltawire.builds import MAX_BUILD
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
@@ -21,7 +22,7 @@ from deltawire.private_files import replace_private
 from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.wire.objects import FORMAT
 from deltawire.wire.payload import Sum
-from deltawire.wire.run import MAX_TENSORS, Name, TensorSpec
+from deltawire.wire.run import MAX_ELEMENTS, MAX_TENSORS, Name, TensorSpec
 from deltawire.wire.seal import Signer, check_signature, seal, unseal
 from deltawire.wire.signing import verify
 
@@ -33,7 +34,7 @@ class TensorDigest(msgspec.Struct, frozen=True):
     """One tensor, and the digest of its elements."""
 
     name: Name
-    shape: tuple[int, ...]
+    shape: Counts
     dtype: Annotated[str, Meta(max_length=16)]
     digest: Sum
 
@@ -97,8 +98,8 @@ def is_url(location: str | os.PathLike[str]) -> bool:
 def decode_digests(data: bytes, *, where: str, public_key: str = "") -> Digests:
     """Decodes ``digests.json`` and checks it, and its signature if there is a ``public_key``.
 
-    Raises `CorruptError` for a damaged file, `SignatureError` for one that the key's owner did not
-    sign.
+    Raises `CorruptError` for a file that is damaged, has more than `MAX_ELEMENTS` elements, or has
+    an alias of a missing tensor; `SignatureError` for one that the key's owner did not sign.
     """
     if len(data) > MAX_BYTES:
         raise CorruptError(f"{FILE} has more than {MAX_BYTES} bytes", run=where, key=FILE)
@@ -114,6 +115,10 @@ def decode_digests(data: bytes, *, where: str, public_key: str = "") -> Digests:
             raise CorruptError(f"{FILE} has the dtype {one.dtype!r}", run=where, key=FILE)
         names.add(one.name)
         total += Digest.from_hex(one.digest)
+    if sum(one.spec.count for one in found.tensors) > MAX_ELEMENTS:
+        raise CorruptError(f"{FILE} has more than {MAX_ELEMENTS} elements", run=where, key=FILE)
+    if not names.issuperset(found.aliases.values()):
+        raise CorruptError(f"{FILE} has an alias of a missing tensor", run=where, key=FILE)
     if total.hex() != found.digest:
         raise CorruptError(f"{FILE}: its digest is not the sum of its parts", run=where, key=FILE)
     return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from typing import TYPE_CHECKING
 
 from deltawire.cli.arguments import add_json, add_trust, seconds, trust_of
@@ -52,20 +54,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares and prints; 5 if a tensor differs, 11 if none does and some are not readable. With
-    ``--watch`` the code is that of the last report."""
-    import time
-
-    from deltawire.launch.attest import attest
+    ``--watch`` the code is that of the last report, and a look that fails after the first report
+    prints its error."""
+    from deltawire.errors import CorruptError, RetryError
+    from deltawire.launch.attest import Reference, attest
     from deltawire.launch.tokens import read_token
 
     last: WeightReport | None = None
     trust, token = trust_of(arguments), read_token(arguments.token_file)
     try:
+        reference = Reference(arguments.against, trust)
         while True:
-            report = attest(arguments.found, arguments.against, arguments.also, trust, token=token)
-            if report != last:
-                show(report, as_json=arguments.json)
-            last = report
+            try:
+                report = attest(arguments.found, reference, arguments.also, trust, token=token)
+            except (RetryError, CorruptError) as error:
+                if last is None:
+                    raise
+                print(error, file=sys.stderr, flush=True)  # noqa: T201
+            else:
+                if report != last:
+                    show(report, as_json=arguments.json)
+                last = report
             if arguments.watch is None:
                 break
             time.sleep(arguments.watch)

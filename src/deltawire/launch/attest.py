@@ -15,9 +15,11 @@ from deltawire.attest.statement import FILE, MAX_BYTES, decode_digests
 from deltawire.attest.verdicts import WeightReport, compare
 from deltawire.display import safe_line
 from deltawire.errors import InputError, ResyncError
-from deltawire.launch.branches.version_names import open_version
+from deltawire.launch.branches.version_names import VersionName, open_version
 from deltawire.runtime.trusted import ReaderTrust
+from deltawire.store import Bucket
 from deltawire.sync import committed_versions
+from deltawire.wire.run import Run
 
 SHOWN = 40
 """Tensors that are listed for people."""
@@ -36,8 +38,12 @@ def open_side(text: str, trust: ReaderTrust) -> Side:
         return Side(text, decode_digests(send(text, limit=MAX_BYTES), where=text, public_key=key))
     if text.endswith(f"/{FILE}"):
         return digests_side(text.removesuffix(f"/{FILE}"), public_key=key)
+    return version_side(*_version_of(text, trust))
+
+
+def _version_of(text: str, trust: ReaderTrust) -> tuple[Bucket, Run, int]:
     try:
-        bucket, run, version = open_version(text, trust)
+        return open_version(text, trust)
     except InputError as error:
         if "://" in text or Path(text).exists():
             raise
@@ -45,7 +51,40 @@ def open_side(text: str, trust: ReaderTrust) -> Side:
             f"{text} is no folder of safetensors files, no {FILE} and no version of a run",
             hint=error.message,
         ) from error
-    return version_side(bucket, run, version)
+
+
+class Reference:
+    """Keeps a reference between looks: elements are loaded once, those of a run that is named
+    without ``@V`` again when it has a newer version. ``digests.json`` is read for each look.
+
+    Example::
+
+        reference = Reference("runs/demo/bucket", trust)
+        report = attest("engine", reference, (), trust)
+    """
+
+    def __init__(self, text: str, trust: ReaderTrust) -> None:
+        self.text = text
+        self._trust = trust
+        self._is_run = not local_side_exists(text)
+        self._fixed = VersionName.parse(text).version is not None
+        self._held: Side | None = None
+        self._version: int | None = None
+
+    def side(self) -> Side:
+        """Returns the reference as it is now; raises as `open_side` does."""
+        held = self._held
+        if not self._is_run:
+            if held is None or held.elements is None:
+                held = open_side(self.text, self._trust)
+        elif held is None or not self._fixed:
+            bucket, run, version = _version_of(self.text, self._trust)
+            if held is None or version != self._version:
+                held = self._held = None  # Two versions need twice the memory.
+                held = version_side(bucket, run, version)
+            self._version = version
+        self._held = held
+        return held
 
 
 def other_sides(against: str, also: Sequence[str], trust: ReaderTrust) -> list[Side]:
@@ -76,12 +115,12 @@ def local_side_exists(text: str) -> bool:
 
 
 def attest(
-    found: str, against: str, also: Sequence[str], trust: ReaderTrust, *, token: str = ""
+    found: str, against: Reference, also: Sequence[str], trust: ReaderTrust, *, token: str = ""
 ) -> WeightReport:
     """Compares the weights at two locations; ``found`` may be the URL of a vLLM server, which gets
     ``token``. Raises as `open_side`, `compare` and `ask_engine` do."""
-    reference = open_side(against, trust)
-    others: Callable[[], list[Side]] = lambda: other_sides(against, also, trust)  # noqa: E731
+    reference = against.side()
+    others: Callable[[], list[Side]] = lambda: other_sides(against.text, also, trust)  # noqa: E731
     if found.startswith(("http://", "https://")) and not found.endswith(".json"):
         return compare_engine(found, ask_engine(found, reference, token=token), reference, others)
     return compare(open_side(found, trust), reference, others)

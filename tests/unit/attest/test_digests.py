@@ -7,7 +7,7 @@ from safetensors.numpy import save_file
 from thread_ranks import on_ranks
 
 from deltawire import attest, codec
-from deltawire.attest.combining import HeldPart, combined
+from deltawire.attest.combining import HeldPart, combined, total_of
 from deltawire.attest.statement import FILE, decode_digests
 from deltawire.codec.reference import digest_bits_reference
 from deltawire.errors import CorruptError, InputError, SignatureError
@@ -108,15 +108,27 @@ def test_a_damaged_file_is_refused():
 
 def test_a_sealed_file_that_contradicts_itself_is_refused():
     found = attest.digests(arrays())
-    row = '{"name":"a","shape":[1],"dtype":"%s","digest":"' + "0" * 32 + '"}'
-    for rows, total, what in (
-        ([row % "F32"] * 2, "0" * 32, "twice"),
-        ([row % "F31"], "0" * 32, "dtype"),
-        ([row % "F32"], found.digest, "not the sum"),
+    row = '{"name":"%s","shape":%s,"dtype":"%s","digest":"' + "0" * 32 + '"}'
+    tensor = row % ("a", [1], "F32")
+    half = row % ("b", [1 << 24, 1 << 24], "F32")
+    for rows, total, what, aliases in (
+        ([tensor] * 2, "0" * 32, "twice", "{}"),
+        ([row % ("a", [1], "F31")], "0" * 32, "dtype", "{}"),
+        ([tensor], found.digest, "not the sum", "{}"),
+        ([row % ("a", [-1], "F32")], "0" * 32, "shape", "{}"),
+        ([row % ("a", [10**15], "F32")], "0" * 32, "shape", "{}"),
+        ([tensor, half], "0" * 32, "more than 281474976710656 elements", "{}"),
+        ([tensor], "0" * 32, "alias of a missing", '{"c":"d"}'),
     ):
-        body = f'{{"format":1,"digest":"{total}","tensors":[{",".join(rows)}]}}'
+        body = f'{{"format":1,"digest":"{total}","tensors":[{",".join(rows)}],"aliases":{aliases}}}'
         with pytest.raises(CorruptError, match=what):
             decode_digests(seal_json(body.encode(), key=FILE), where=WHERE)
+
+
+def test_an_alias_of_a_tensor_that_is_not_digested_is_not_stated():
+    entry = attest.digests(arrays()).tensors[0]
+    found = total_of([entry], aliases={"c": "missing", "d": entry.name})
+    assert found.aliases == {"d": entry.name}
 
 
 def test_a_signed_file_is_checked(tmp_path):

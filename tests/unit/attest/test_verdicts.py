@@ -1,19 +1,27 @@
 """Verdicts on each tensor, and the names of the causes, with elements on either side or neither."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from deltawire.attest import digests
+from deltawire.attest import causes, digests
 from deltawire.attest.causes import CAUSES
+from deltawire.attest.engine import compare_engine
 from deltawire.attest.places import Place
 from deltawire.attest.sides import Side, folder_side
+from deltawire.attest.statement import Digests, TensorDigest
 from deltawire.attest.verdicts import compare
+from deltawire.cli import attest
 from deltawire.cli.main import main
 from deltawire.codec.reference import digest_bits_reference
-from deltawire.errors import InputError
+from deltawire.engines.live_parts import RankParts
+from deltawire.errors import InputError, RetryError
+from deltawire.launch import attest as launched
+from deltawire.runtime.trusted import ReaderTrust
 from deltawire.store import open_bucket
 from deltawire.sync import open_publisher
 
@@ -164,6 +172,31 @@ def test_tied_tensors():
     assert not report.equal
 
 
+def stated(elements):
+    """A side of digests that states this many elements of ``w``."""
+    one = TensorDigest("w", (elements,), "F32", "1" * 32)
+    return Side("stated", Digests(digest="1" * 32, tensors=[one]))
+
+
+def test_a_size_that_is_only_stated_takes_no_memory(monkeypatch):
+    asked = []
+    zeros = np.zeros
+    monkeypatch.setattr(np, "zeros", lambda *given: asked.append(given[0]) or zeros(*given))
+    report = compare(stated(1 << 46), side({"w": Q.reshape(-1)}, elements=False))
+    assert report.counts["differs"] == 1
+    assert not asked
+    ranks = [RankParts(rank=0, parts=[])]
+    report = compare_engine("engine", ranks, stated(1 << 46))
+    assert report.counts["not readable"] == 1
+    assert not asked
+
+
+def test_zeros_are_digested_in_parts(monkeypatch):
+    monkeypatch.setattr(causes, "CHUNK_ELEMENTS", 30)
+    _, odd = verdicts(changed(q_weight=np.zeros_like(Q)), elements=False)
+    assert odd["q.weight"].cause == "zeros"
+
+
 def test_places_are_parts_of_the_digest():
     bits = np.arange(60, dtype=np.uint16)
     place = Place(7, (2, 3, 2), (20, 5, 1))
@@ -198,6 +231,63 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert main(["attest", "engine", "--against", "engine.json"]) == 11
     assert main(["attest", "engine", "--against", "engine.json", "--also", "bucket@1"]) == 11
     assert "does not have it" in capsys.readouterr().out
+
+
+def test_a_watch_goes_on_after_a_failed_look_and_loads_the_reference_once(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    with open_publisher(open_bucket("bucket", create=True), model(1)) as publisher:
+        publisher.publish(model(), wait=True)
+    found, loaded = digests(model()), []
+    found.write("engine.json")
+    load = launched.version_side
+    monkeypatch.setattr(
+        launched, "version_side", lambda *given: loaded.append(given[2]) or load(*given)
+    )
+
+    def unreachable(*_, **__):
+        raise RetryError("the store does not answer")
+
+    def steps():
+        Path("engine.json").write_bytes(found.encode()[:-9])
+        yield
+        found.write("engine.json")
+        monkeypatch.setattr(launched, "open_version", unreachable)
+        yield
+        monkeypatch.setattr(launched, "open_version", open_version)
+        yield
+        assert loaded == [1]
+        with open_publisher(open_bucket("bucket"), model()) as publisher:
+            publisher.publish(model(2), wait=True)
+        yield
+
+    sleeping = steps()
+
+    def sleep(_):
+        if next(sleeping, "end") == "end":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(attest, "time", SimpleNamespace(sleep=sleep))
+    open_version = launched.open_version
+    assert main(["attest", "engine.json", "--against", "bucket", "--watch", "9"]) == 5
+    shown = capsys.readouterr()
+    assert loaded[:2] == [1, 2]  # The others explain the difference.
+    assert shown.out.count("against version") == 2
+    assert shown.err.count("\n") == 2
+    assert "seal" in shown.err
+    assert "the store does not answer" in shown.err
+
+
+def test_a_reference_that_is_read_again(tmp_path):
+    trust = ReaderTrust()
+    save_file({"a": Q}, tmp_path / "model.safetensors")
+    folder = launched.Reference(str(tmp_path), trust)
+    assert folder.side() is folder.side()
+    file = launched.Reference(str(tmp_path / "digests.json"), trust)
+    for tensors in ({"a": Q}, {"a": K}):
+        digests(tensors).write(tmp_path)
+        assert file.side().digests == digests(tensors)
 
 
 def test_what_cannot_be_compared_gets_one_clear_error(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Digests the live weights of a vLLM engine that anybody feeds: attest-only mode.
+"""Digests the live weights of a vLLM engine whose weights another system updates: attest-only mode.
 
 Start vLLM with ``--worker-extension-cls deltawire.engines.vllm.attesting.AttestWorker``. On a CPU
 its packing kernels are then replaced, as they drop the weights as loaded; on a GPU nothing is. No
