@@ -57,13 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     ``--watch`` the code is that of the last report, and a look that fails after the first report
     prints its error."""
     from deltawire.errors import CorruptError, RetryError
-    from deltawire.launch.attest import Reference, attest
+    from deltawire.launch.attest import KeptReference, attest
     from deltawire.launch.tokens import read_token
 
     last: WeightReport | None = None
     trust, token = trust_of(arguments), read_token(arguments.token_file)
     try:
-        reference = Reference(arguments.against, trust)
+        reference = KeptReference(arguments.against, trust)
         while True:
             try:
                 report = attest(arguments.found, reference, arguments.also, trust, token=token)

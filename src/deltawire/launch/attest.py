@@ -53,13 +53,13 @@ def _version_of(text: str, trust: ReaderTrust) -> tuple[Bucket, Run, int]:
         ) from error
 
 
-class Reference:
+class KeptReference:
     """Keeps a reference between looks: elements are loaded once, those of a run that is named
     without ``@V`` again when it has a newer version. ``digests.json`` is read for each look.
 
     Example::
 
-        reference = Reference("runs/demo/bucket", trust)
+        reference = KeptReference("runs/demo/bucket", trust)
         report = attest("engine", reference, (), trust)
     """
 
@@ -115,7 +115,7 @@ def local_side_exists(text: str) -> bool:
 
 
 def attest(
-    found: str, against: Reference, also: Sequence[str], trust: ReaderTrust, *, token: str = ""
+    found: str, against: KeptReference, also: Sequence[str], trust: ReaderTrust, *, token: str = ""
 ) -> WeightReport:
     """Compares the weights at two locations; ``found`` may be the URL of a vLLM server, which gets
     ``token``. Raises as `open_side`, `compare` and `ask_engine` do."""

@@ -282,9 +282,9 @@ def test_a_watch_goes_on_after_a_failed_look_and_loads_the_reference_once(
 def test_a_reference_that_is_read_again(tmp_path):
     trust = ReaderTrust()
     save_file({"a": Q}, tmp_path / "model.safetensors")
-    folder = launched.Reference(str(tmp_path), trust)
+    folder = launched.KeptReference(str(tmp_path), trust)
     assert folder.side() is folder.side()
-    file = launched.Reference(str(tmp_path / "digests.json"), trust)
+    file = launched.KeptReference(str(tmp_path / "digests.json"), trust)
     for tensors in ({"a": Q}, {"a": K}):
         digests(tensors).write(tmp_path)
         assert file.side().digests == digests(tensors)
