@@ -138,5 +138,7 @@ def test_two_learners_of_one_name_do_not_share_a_number():
     one, _ = learner_of(bucket, 0)
     other, _ = learner_of(bucket, 0)
     assert one.store("nonce-one", NOW + 100)
+    stored = bucket.get(keys.live_lineage("live", 0), limit=1 << 20)
     with pytest.raises(FencedError, match="--id"):
         other.store("nonce-other", NOW + 200)
+    assert bucket.get(keys.live_lineage("live", 0), limit=1 << 20) == stored

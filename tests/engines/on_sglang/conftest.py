@@ -18,6 +18,8 @@ os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS
 
 
 def pytest_addoption(parser):
+    if collect_ignore_glob:  # Both folders in one run: the options are those of the other one.
+        return
     parser.addoption("--family", default="qwen3", help="a model of shapes.FAMILIES")
     parser.addoption("--tensor-parallel", type=int, default=1)
     parser.addoption("--versions", type=int, default=50, help="random versions to follow")

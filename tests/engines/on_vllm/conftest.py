@@ -22,6 +22,8 @@ os.environ.update(
 
 
 def pytest_addoption(parser):
+    if collect_ignore_glob:  # Both folders in one run: the options are those of the other one.
+        return
     parser.addoption("--family", default="qwen3", help="a model of shapes.FAMILIES")
     parser.addoption("--tensor-parallel", type=int, default=1)
     parser.addoption("--pipeline-parallel", type=int, default=1)

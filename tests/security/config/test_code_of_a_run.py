@@ -47,6 +47,10 @@ FROM_TABLES = {
     ("envs/workspace/problems.py", "_function"): "text of this package",
     ("envs/sandbox/evaluator_server.py", "_evaluate"): "in a sandbox",
     ("config/own_code.py", "_loaded"): "the gate",
+    ("engines/sglang/http_calls.py", "install"): "SGLang's own server",
+    ("engines/sglang/http_calls.py", "_json"): "a module of fastapi",
+    ("engines/sglang/private_server.py", "main"): "uvicorn",
+    ("launch/branches/envelopes.py", "require_libraries"): "the packages of the extra prove",
     ("launch/branches/rescoring.py", "load_reward"): "the file that the caller of rescore names",
 }
 """The functions that import or execute by a name, and where their names come from."""

@@ -146,7 +146,7 @@ CHANGES = {
     "unusable": ({"unusable": "no tokens"}, "10 without tokens"),
     "truncated": ({"truncated": True}, "10 sampled by other settings than the run's"),
     "another temperature": ({"temperature": 1.0}, "10 sampled by other settings than the run's"),
-    "young": ({"at": time.time() + 900}, "10 without an outcome yet"),
+    "young": ({"at": time.time() + 1e6}, "10 without an outcome yet"),
     "foreign tokens": (
         {"prompt": np.full(3, 1 << 20, "<i4").tobytes()},
         "10 with tokens that the model does not have",
