@@ -1,4 +1,4 @@
-"""``deltawire compare``: whether versions are better than a baseline, and not by luck."""
+"""``deltawire compare``: whether versions are better than a baseline, or chance explains it."""
 
 from __future__ import annotations
 

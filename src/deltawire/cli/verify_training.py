@@ -97,7 +97,12 @@ def _lines(proof: ProofCheck, folder: str) -> Iterator[str]:
     if not folder:
         return
     yield f"{proof.versions} statements agree with the bucket"
+    if proof.not_compared:
+        yield f"{proof.not_compared} statements not compared: retention deleted their versions"
     if proof.unlinked:
-        yield f"{proof.unlinked} groups were erased: their commitments belong to nothing any more"
+        yield (
+            f"{proof.unlinked} groups are gone, erased or deleted by retention: their commitments "
+            "belong to nothing any more"
+        )
     for version, reason in sorted(proof.faults.items()):
         yield f"version {version}: {reason}"

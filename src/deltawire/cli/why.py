@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=at_least(0),
         default=3,
         metavar="N",
-        help="examine the groups of the N steps in which most entered (default: 3)",
+        help="examine the groups of the N steps with the largest new contribution (default: 3)",
     )
     add_trust(parser)
     add_json(parser)

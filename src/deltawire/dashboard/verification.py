@@ -53,19 +53,19 @@ def lines_of_check(found: TrainingCheck) -> Iterator[str]:
         )
     if found.faults:
         return
-    if whole:
+    if whole and found.versions:
         yield (
-            "shown: every version that could be checked, and every stored state, follows from the "
-            "one before by the run's groups, settings and seed, to the bit"
+            "shown: every version that was computed again, and the stored state at the end of each "
+            "whole interval, follows from the one before by the run's groups, settings and seed, "
+            "to the bit"
         )
-    else:
-        draws = len(found.checked)
+    elif draws := len(found.checked):
         shares = ", ".join(
             f"{escape_probability(share, draws):.1%} with f = {share:.0%}" for share in SHARES
         )
         yield (
-            f"shown: whoever had forged a share f of the intervals would have escaped with a "
-            f"probability of at most (1 − f)^{draws}: {shares}"
+            f"shown: whoever had forged a share f of the intervals that can be checked would have "
+            f"escaped with a probability of at most (1 − f)^{draws}: {shares}"
         )
     yield (
         "not shown: that answers were sampled and rewards given as stated; deltawire verifies what "

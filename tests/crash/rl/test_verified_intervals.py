@@ -3,15 +3,18 @@
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 from forgotten_users import train
 from granted_groups import start_with_groups
 from training_lies import EDITS, LIE_AT, TOLD, lying_trainer
 
 from deltawire.cli.main import main
-from deltawire.errors import InputError
+from deltawire.dashboard.verification import lines_of_check
+from deltawire.errors import CorruptError, InputError
 from deltawire.rl.trainer import verify_intervals as verifying
 from deltawire.rl.trainer.verify_intervals import (
+    TrainingCheck,
     TrainingInterval,
     draw,
     escape_probability,
@@ -22,6 +25,7 @@ from deltawire.store import open_bucket
 from deltawire.sync import read_run
 from deltawire.train.checkpoint import release_checkpoint
 from deltawire.wire import keys
+from deltawire.wire.ledger import STEP_RECORD
 from deltawire.wire.lineage import Forgotten
 from deltawire.wire.objects import encode_json
 
@@ -160,8 +164,32 @@ def test_erased_groups_are_counted_as_not_checkable(copy, capsys):
     found = verify_intervals(copy)
     assert found.not_checkable == {3: "its groups were erased", 4: "its groups were erased"}
     assert (found.exact, found.versions) == (True, 3)
+    assert found.checked == [TrainingInterval(0, 2), TrainingInterval(4, 5)]
     assert main(["verify-training", copy.url]) == 0
     assert "not checkable: 2 versions (3 to 4), because its groups were" in capsys.readouterr().out
+
+
+def test_nothing_is_claimed_if_no_interval_was_computed():
+    for drawn in (1, 2):
+        found = TrainingCheck(2, [TrainingInterval(0, 2), TrainingInterval(2, 4)][:drawn])
+        assert not [line for line in lines_of_check(found) if line.startswith("shown")]
+
+
+def test_a_damaged_step_record_is_a_fault(copy, monkeypatch):
+    honest = verifying.read_manifest
+
+    def damaged(bucket, run, version):
+        manifest = honest(bucket, run, version)
+        odd = {STEP_RECORD: "junk"} if version == 3 else manifest.metadata
+        return msgspec.structs.replace(manifest, metadata=odd)
+
+    monkeypatch.setattr(verifying, "read_manifest", damaged)
+
+    def doubts(*_):
+        raise CorruptError("damaged")
+
+    monkeypatch.setattr(verifying, "doubts_of", doubts)
+    assert [one.version for one in verify_intervals(copy).faults] == [3]
 
 
 def test_without_version_0_the_first_state_is_the_beginning(copy):

@@ -60,7 +60,8 @@ class AnswerPair(msgspec.Struct, frozen=True, kw_only=True):
 
 class AnswerDifference(msgspec.Struct, frozen=True, kw_only=True):
     """The difference in behavior, the most different answers first. ``kl_per_token`` is the mean
-    over all tokens of both; ``by_position`` the mean at each place of an answer."""
+    over all tokens of both; ``by_position`` the mean at each place of an answer; ``rows`` are
+    those of the file that prompts were taken from."""
 
     prompts: int
     answers: int
@@ -69,6 +70,7 @@ class AnswerDifference(msgspec.Struct, frozen=True, kw_only=True):
     kl_per_token: float
     kl_per_answer: float
     by_position: list[float]
+    rows: int | None = None
     pairs: list[AnswerPair]
 
 
@@ -109,7 +111,7 @@ def compare_answers(
     with open_model_of(old[0]) as first, open_model_of(new[0]) as second:
         first.move_to(old[2])
         second.move_to(new[2])
-        prompts = _prompts(second, new[2], settings)
+        prompts, rows = _prompts(second, new[2], settings)
         _check_texts(first, second, prompts)
         rollout = second.config.rollout
         most = settings.max_tokens or rollout.max_tokens
@@ -133,7 +135,8 @@ def compare_answers(
                 )
             )
         progress("divergence", len(asked), len(asked))
-        return summed(pairs, prompts=len(prompts), temperature=sampling.temperature)
+        found = summed(pairs, prompts=len(prompts), temperature=sampling.temperature)
+        return msgspec.structs.replace(found, rows=rows)
 
 
 def summed(pairs: list[AnswerPair], *, prompts: int, temperature: float) -> AnswerDifference:
@@ -172,14 +175,17 @@ def divergence(
     return found
 
 
-def _prompts(model: VersionedModel, version: int, settings: AnswerSettings) -> list[list[int]]:
+def _prompts(
+    model: VersionedModel, version: int, settings: AnswerSettings
+) -> tuple[list[list[int]], int | None]:
+    """Returns the prompts, and the rows of the file that they were taken from, if there is one."""
     if settings.file:
         path = Path(settings.file)
         found = [
             prompt_tokens(row, model.text, f"{path}, line {number}")
-            for number, row in enumerate(read_rows(path), 1)
+            for number, row in read_rows(path)
         ]
-        return found[: settings.prompts]
+        return found[: settings.prompts], len(found)
     prompts: dict[tuple[int, ...], None] = {}
     earlier = [one for one in committed_versions(model.bucket) if one <= version]
     for at in reversed(earlier):
@@ -197,13 +203,22 @@ def _prompts(model: VersionedModel, version: int, settings: AnswerSettings) -> l
             "the run has no stored prompts of tasks", hint="give some by --on FILE",
             run=model.bucket.url,
         )  # fmt: skip
-    return [list(one) for one in prompts][: settings.prompts]
+    return [list(one) for one in prompts][: settings.prompts], None
 
 
 def _check_texts(first: VersionedModel, second: VersionedModel, prompts: list[list[int]]) -> None:
     """Raises `InputError` if tokens do not mean the same to both models."""
     if any(first.text.decode_all(one) != second.text.decode_all(one) for one in prompts):
         raise InputError("the two runs have other tokenizers", hint="compare like with like")
+    with torch.inference_mode():
+        start = torch.zeros((1, 1), dtype=torch.long)
+        widths = [
+            one.module(input_ids=start.to(one.device)).logits.shape[-1] for one in (first, second)
+        ]
+    if widths[0] != widths[1]:
+        raise InputError(
+            f"the two models have {widths[0]} and {widths[1]} logits", hint="compare like with like"
+        )
 
 
 def _answers(

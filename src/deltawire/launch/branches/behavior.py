@@ -85,8 +85,14 @@ class LayerBehavior:
     @torch.no_grad()
     def measure(self, module: Any, *, gradient: bool) -> float:
         """See `Behavior.measure`."""
-        total = 0.0
-        for name, parameter in module.named_parameters():
+        total, parameters = 0.0, dict(module.named_parameters())
+        if not self.direction.keys() <= parameters.keys():
+            raise InputError(
+                "the trainer's model has the layer's weights under other names, so its groups have "
+                "no measured effect",
+                hint="ask with --on or --probe",
+            )
+        for name, parameter in parameters.items():
             if name in self.direction:
                 moved = parameter.double() - self.start[name].double()
                 total += float((moved * self.direction[name].double()).sum())
@@ -104,7 +110,7 @@ def read_behavior(path: Path, text: Text) -> AnswerBehavior:
     """Reads the rows of ``--on``; raises `InputError` naming the line that is wrong."""
     rows = read_rows(path)
     answers = []
-    for number, row in enumerate(rows, 1):
+    for number, row in rows:
         prompt = prompt_tokens(row, text, f"{path}, line {number}")
         for name, sign in (("answer", 1.0), ("instead", -1.0)):
             said = row.get(name, "")
@@ -117,23 +123,25 @@ def read_behavior(path: Path, text: Text) -> AnswerBehavior:
     return AnswerBehavior(answers)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Reads a file of JSON objects, one a line; raises `InputError`."""
+def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Reads a file of JSON objects, one a line, each with its line's number; raises `InputError`.
+    Only newlines end a line: JSON may have other separators in its strings."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InputError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB")
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        numbered = enumerate(path.read_text().split("\n"), 1)
+        lines = [(number, line) for number, line in numbered if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     if not 1 <= len(lines) <= MAX_ROWS:
         raise InputError(f"{path} has {len(lines)} rows; 1 to {MAX_ROWS} are taken")
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         try:
             row = msgspec.json.decode(line, type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError) as error:
             raise InputError(f"{path}, line {number}: {error}") from error
-        rows.append(row)
+        rows.append((number, row))
     return rows
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from deltawire.config import RunConfig
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import CorruptError, InputError, UnreadableError
 from deltawire.export.lines import open_policy
 from deltawire.launch.branches.behavior import Behavior
 from deltawire.launch.branches.versioned_model import VersionedModel
@@ -79,7 +79,7 @@ def group_effects(
                 progress("steps before", state.version - start, version - 1 - start)
                 recompute_step(bucket, run, state)
             yield from _effects(model, state, behavior, version, progress)
-        except (CorruptError, InputError) as error:
+        except (CorruptError, InputError, UnreadableError) as error:
             state = None
             yield Unexplained(version=version, reason=error.message)
 

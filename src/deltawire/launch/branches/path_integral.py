@@ -47,7 +47,7 @@ class PathIntegral(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def residual(self) -> float:
-        """Returns what the parts lack to the whole change."""
+        """Returns the whole change less the sum of the parts."""
         return self.change - sum(step.part for step in self.steps)
 
 

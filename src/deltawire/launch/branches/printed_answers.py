@@ -22,10 +22,11 @@ MARKED_KL = 0.1
 
 def print_answers(found: AnswerDifference, console: Console) -> None:
     """Prints the figures, and the answers that differ most side by side."""
+    rows = "" if found.rows is None else f" of {found.rows} rows"
     print_line(
         console,
-        f"answers: {found.prompts} prompts, {found.same} of {found.answers} the same at equal "
-        f"seeds, temperature {found.temperature:g}",
+        f"answers: {found.prompts} prompts{rows}, {found.same} of {found.answers} the same at "
+        f"equal seeds, temperature {found.temperature:g}",
     )
     print_line(
         console,

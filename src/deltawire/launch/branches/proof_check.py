@@ -5,7 +5,7 @@ Nothing is written, and no step is computed again (`deltawire.rl.trainer.verify_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,19 @@ import msgspec
 from deltawire.errors import CorruptError, InputError
 from deltawire.launch.branches.envelopes import read_attestation
 from deltawire.launch.branches.statements import (
+    STEP_TYPE,
     Commitments,
     Digests,
     Made,
     base_statement,
     digests_of,
     predicate_of,
+    version_name,
     version_statement,
 )
 from deltawire.store import Bucket
 from deltawire.sync import committed_versions, load_mirror, read_manifest
+from deltawire.sync.chain.objects import newest_retention_floor
 from deltawire.wire import keys
 from deltawire.wire.run import Run
 
@@ -32,17 +35,13 @@ GROUP = "group/"
 
 class ProofCheck(msgspec.Struct, kw_only=True):
     """The result: ``versions`` statements agree with the bucket, ``faults`` are versions whose
-    statement does not, with the reason. ``unlinked`` counts groups that nobody can tell any more,
-    because they were erased."""
+    statement does not, with the reason. ``not_compared`` are versions that retention deleted, and
+    ``unlinked`` counts groups that are gone: erased, or deleted by retention."""
 
     versions: int = 0
     faults: dict[int, str] = {}
+    not_compared: int = 0
     unlinked: int = 0
-
-    def with_faults(self, versions: Iterable[int], reason: str) -> ProofCheck:
-        """Adds a fault of each of these versions."""
-        self.faults |= dict.fromkeys(versions, reason)
-        return self
 
 
 def check_proof(
@@ -55,6 +54,9 @@ def check_proof(
 ) -> ProofCheck:
     """Compares each version from the first to the last that the folder has a statement of.
 
+    A version that cannot be read, or was deleted by retention, is taken as its signed statement
+    names it, so that later versions can be compared all the same.
+
     Raises `InputError` for an envelope that ``public_key`` did not sign, and if there are none.
     """
     stated = {
@@ -65,40 +67,61 @@ def check_proof(
     if not stated:
         raise InputError(f"{folder} holds no statements", hint="deltawire prove writes them")
     found = ProofCheck()
-    committed = [one for one in committed_versions(bucket) if one <= max(stated)]
+    committed = {one for one in committed_versions(bucket) if one <= max(stated)}
+    floor = newest_retention_floor(bucket, run)
+    later = _kind(stated[min(stated)]) != STEP_TYPE  # Statements begin with a first version.
+    every = sorted(one for one in committed | set(stated) if not later or one >= min(stated))
     known: dict[int, Digests] = {}
     commitments, mirror = Commitments(bucket, make=False), None
-    for done, version in enumerate(committed):
-        progress(done, len(committed))
-        statement = stated.pop(version, None)
+    for done, version in enumerate(every):
+        progress(done, len(every))
+        statement = stated.get(version)
+        if statement is not None:
+            known[version] = _stated_digests(statement, version)
         try:
             manifest = read_manifest(bucket, run, version)
-        except CorruptError as error:
-            found.faults[version] = error.message
-            continue
-        if manifest is None or manifest.pruned:
-            continue
-        if statement is None and not known:
-            continue  # The statements begin later.
-        if statement is None:
-            found.faults[version] = "no statement says how it was made"
-            continue
-        try:
+            if manifest is None or manifest.pruned:
+                if manifest is None and version >= floor:
+                    found.faults[version] = "the run has no such version"
+                elif statement is not None:
+                    found.not_compared += 1
+                continue
             mirror = load_mirror(bucket, run, at=version, into=mirror)
+            known[version] = digests_of(mirror, run)
+            if statement is None:
+                found.faults[version] = "no statement says how it was made"
+                continue
+            made = (
+                base_statement(run, manifest, known[version])
+                if len(known) == 1
+                else version_statement(bucket, run, manifest, known, commitments)
+            )
         except CorruptError as error:
             found.faults[version] = error.message
+            mirror = None
             continue
-        known[version] = digests_of(mirror, run)
-        made = (
-            base_statement(run, manifest, known[version])
-            if len(known) == 1
-            else version_statement(bucket, run, manifest, known, commitments)
-        )
         if reason := _difference(made, statement, found):
             found.faults[version] = reason
         else:
             found.versions += 1
-    return found.with_faults(stated, "the run has no such version")
+    return found
+
+
+def _kind(statement: dict[str, Any]) -> object:
+    try:
+        return statement["predicate"]["buildDefinition"]["buildType"]
+    except (KeyError, TypeError):
+        return None
+
+
+def _stated_digests(statement: dict[str, Any], version: int) -> Digests:
+    """Returns the digests by which a statement names its version; empty if it does not."""
+    try:
+        (subject,) = statement["subject"]
+        named = subject["name"] == version_name(version)
+        return {str(key): str(one) for key, one in subject["digest"].items()} if named else {}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}
 
 
 def _difference(made: Made, statement: dict[str, Any], found: ProofCheck) -> str:

@@ -84,13 +84,21 @@ def prove_run(
     """Writes statements of all versions up to ``version`` that can be read, and of the models
     ``derived`` from it, into a new folder.
 
-    Raises `InputError` if the folder holds something, a library is missing, or a derived directory
-    has other files than those that come out now; `CorruptError` if a version cannot be read.
+    Raises `InputError` if the folder holds something, a library is missing, two derived
+    directories would have one name, or one has other files than those that come out now;
+    `CorruptError` if a version cannot be read.
     """
     wanted = [one for one in committed_versions(bucket) if one <= version]
     manifests = [one for n in wanted if (one := read_manifest(bucket, run, n)) and not one.pruned]
     if not manifests or manifests[-1].version != version:
         raise InputError(f"version {version} cannot be read", run=bucket.url, version=version)
+    names = [_edge_name(version, one) for one in derived]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(
+            f"two --derived would be stated as {twice[0]}",
+            hint="rename one of the directories",
+            run=bucket.url,
+        )
     edges = [_derive(bucket, run, version, one) for one in derived]
     out = ProofFolder(folder, signer)
     found, every = Proven(), list[Made]()
@@ -138,8 +146,7 @@ def _derive(bucket: Bucket, run: Run, version: int, one: Derived) -> Made:
             run=bucket.url,
             version=version,
         )
-    name = f"{one.kind}-{step_name(version)}-{one.directory.name}"
-    safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:120]
+    safe = _edge_name(version, one)
     return Made(
         name=safe,
         kind=DERIVED_TYPE,
@@ -150,6 +157,11 @@ def _derive(bucket: Bucket, run: Run, version: int, one: Derived) -> Made:
         build=build_name(),
         finished_at=time.time(),
     )
+
+
+def _edge_name(version: int, one: Derived) -> str:
+    name = f"{one.kind}-{step_name(version)}-{one.directory.name}"
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:120]
 
 
 def _made_again(bucket: Bucket, run: Run, version: int, one: Derived, scratch: Path) -> Path:

@@ -32,6 +32,8 @@ from deltawire.wire.run import Run
 
 STEP_TYPE = "urn:deltawire:training-step:1"
 BASE_TYPE = "urn:deltawire:base-model:1"
+FIRST_TYPE = "urn:deltawire:first-readable-version:1"
+"""The type of a first version that is not version 0: nothing says how it was made."""
 DERIVED_TYPE = "urn:deltawire:derived-model:1"
 SALT_BYTES = 32
 
@@ -99,13 +101,14 @@ class Commitments:
     """
 
     def __init__(self, bucket: Bucket, *, make: bool = True) -> None:
-        """Without ``make``, groups that have no random bytes count as gone."""
+        """Without ``make``, groups need their random bytes."""
         self._bucket, self._make = bucket, make
         self._erased = erased_groups(bucket)
         self._kept_from = read_retained(bucket).rollouts
 
     def of(self, worker: str, sequence: int, stated: str) -> str | None:
         """Returns the commitment to a group, whose hash its version states; None if it is gone.
+        Raises `CorruptError` for a group without its random bytes, which no erasure leaves.
 
         The random bytes are stored before the group is looked for, and `forget` deletes the group
         before them: none stay that belong to a group that is erased.
@@ -116,17 +119,25 @@ class Commitments:
             self._bucket.create(key, secrets.token_bytes(SALT_BYTES))
             salt = self._bucket.get(key, limit=SALT_BYTES)
         if not self._bucket.exists(keys.rollout(worker, sequence)):
-            if self._make and (worker, sequence) in self._erased:
-                self._bucket.delete(key)
             return None
-        if salt is None and not self._make:
-            return None
-        if salt is None or len(salt) != SALT_BYTES:
+        if salt is None:
+            raise CorruptError(
+                "the random bytes of a commitment are missing, but its group is not",
+                run=self._bucket.url,
+                key=key,
+            )
+        if len(salt) != SALT_BYTES:
             raise CorruptError("the random bytes of a commitment", run=self._bucket.url, key=key)
         return commitment(salt, worker, sequence, stated)
 
     def why_gone(self, version: int, places: Sequence[tuple[str, int]]) -> str:
-        """Returns why groups of a version are gone."""
+        """Returns why groups of a version are gone. Random bytes that `of` made for groups which
+        were erased meanwhile are deleted."""
+        if not set(places) <= self._erased:
+            self._erased = erased_groups(self._bucket)
+        if self._make:
+            for place in self._erased.intersection(places):
+                self._bucket.delete(keys.proof_salt(*place))
         if set(places) <= self._erased:
             return "groups were erased"
         return "retention deleted groups" if version < self._kept_from else "groups are missing"
@@ -139,10 +150,10 @@ def commitment(salt: bytes, worker: str, sequence: int, stated: str) -> str:
 
 
 def base_statement(run: Run, manifest: Manifest, digests: Digests) -> Made:
-    """Returns the step of version 0, which is the base model."""
+    """Returns the step of the first version: 0 is the base model."""
     return Made(
         name=step_name(manifest.version),
-        kind=BASE_TYPE,
+        kind=FIRST_TYPE if manifest.version else BASE_TYPE,
         products={version_name(manifest.version): digests},
         materials={},
         before=[],

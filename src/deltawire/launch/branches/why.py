@@ -40,8 +40,8 @@ class Question(NamedTuple):
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """The answer. ``parts`` are the steps of the range in their order, whose ``part`` add up to
-    ``after - before`` but for ``residual``; ``steps`` are the single versions in which most entered
-    that is not momentum (`without_momentum`), and ``groups`` what their groups did, the largest
+    ``after - before`` but for ``residual``; ``steps`` are the single versions with the largest new
+    contribution (`without_momentum`), and ``groups`` what their groups did, the largest
     first."""
 
     run: str
@@ -168,7 +168,7 @@ def _single_steps(
     count: int,
     progress: Progress,
 ) -> list[StepPart]:
-    """Returns the steps of one version in which most entered that is not momentum. The largest
+    """Returns the steps of one version with the largest new contribution. The largest
     parts of several versions are divided first, from the version before them on."""
     steps = [one for one in parts if one.fresh is not None]
     coarse = [one for one in parts if one.fresh is None]

@@ -68,9 +68,9 @@ class Fault:
 
 @dataclass
 class TrainingCheck:
-    """The result: of ``intervals``, those in ``checked`` were computed again, of ``versions``
-    versions with ``groups`` groups. ``not_checkable`` are versions whose inputs are gone, each with
-    the reason; ``doubts`` say before the first step why exactness cannot be expected."""
+    """The result: of ``intervals``, those in ``checked`` were computed again whole; ``versions``
+    versions were, with ``groups`` groups. ``not_checkable`` are versions whose inputs are gone,
+    each with the reason; ``doubts`` say before the first step why exactness cannot be expected."""
 
     intervals: int
     drawn: list[TrainingInterval]
@@ -149,7 +149,7 @@ def verify_intervals(
     torch.set_num_threads(config.threads)
     device = resolve_device(config.device_of("trainer"))
     for one in drawn:
-        with suppress(UnreadableError):  # The step finds it again, and names it.
+        with suppress(CorruptError, UnreadableError):  # The step finds it again, and names it.
             found.doubts += doubts_of(bucket, run, one.origin, one.last, device)
     expect(found.doubts)
     total, done = sum(one.last - one.origin for one in drawn), 0
@@ -189,12 +189,12 @@ class _IntervalCheck:
         state = self._begin(one)
         if state is None:
             return
-        self._found.checked.append(one)
         while state.version < one.last:
             progress(state.version - one.origin)
             if not self._step(state, one.last):
                 self._state = None
                 return
+        self._found.checked.append(one)
         self._compare_state(state)
 
     def _fault(self, version: int, reason: str) -> None:
@@ -230,17 +230,16 @@ class _IntervalCheck:
         """Computes the next step; returns whether it gave the published bits."""
         try:
             version = next_committed(self._bucket, self._run, state.version)
-        except UnreadableError as error:
+        except (CorruptError, UnreadableError) as error:
             self._fault(error.version or last, f"it cannot be read: {error.message}")
             return False
         if version is None or version > last:
             self._fault(last, f"no version leads from {state.version} to {last}")
             return False
-        reason = self._gone(version)
-        if reason:
-            self._found.not_checkable |= dict.fromkeys(range(version, last + 1), reason)
-            return False
         try:
+            if reason := self._gone(version):
+                self._found.not_checkable |= dict.fromkeys(range(version, last + 1), reason)
+                return False
             step = recompute_step(self._bucket, self._run, state)
         except (CorruptError, InputError, UnreadableError) as error:
             self._fault(version, error.message)

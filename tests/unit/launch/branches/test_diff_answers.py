@@ -20,7 +20,7 @@ from deltawire.launch.branches.answer_differences import (
 )
 from deltawire.launch.branches.difference_page import write_page
 from deltawire.launch.branches.differences import compare_bits
-from deltawire.launch.branches.versioned_model import open_model_of
+from deltawire.launch.branches.versioned_model import VersionedModel, open_model_of
 from deltawire.sync import read_run
 
 
@@ -46,8 +46,10 @@ def test_text_json_and_page(planted, tmp_path, capsys):
     html = page.read_text()
     assert html.count("<svg") >= 4
     assert not re.search(r"<script|<link|https?://", html)
-    assert main([*words, "--on", str(rows(tmp_path, PROMPT))]) == 0
-    assert "KL by token" in capsys.readouterr().out
+    assert main([*words, "--on", str(rows(tmp_path, PROMPT, "a", "b"))]) == 0
+    shown = capsys.readouterr().out
+    assert "KL by token" in shown
+    assert "2 prompts of 3 rows" in shown
 
 
 def rows(tmp_path, *prompts):
@@ -77,6 +79,19 @@ def test_divergence_is_that_of_the_distributions(planted):
             )
     assert found == pytest.approx((p * (p / q).log()).sum(-1).tolist(), abs=1e-9)
     assert min(found) > 0
+
+
+def test_models_of_other_widths_are_not_compared(planted, tmp_path, monkeypatch):
+    honest = VersionedModel.move_to
+
+    def narrower(model, version):
+        honest(model, version)
+        if version == 0:
+            model.module.lm_head = torch.nn.Linear(model.module.config.hidden_size, 7)
+
+    monkeypatch.setattr(VersionedModel, "move_to", narrower)
+    with pytest.raises(InputError, match="the two models have 7 and"):
+        compare_answers(*sides(planted, 0, 4), AnswerSettings(file=str(rows(tmp_path, "a"))))
 
 
 def test_what_answers_say_enters_the_page_as_text(planted, tmp_path):

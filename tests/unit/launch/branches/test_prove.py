@@ -13,12 +13,20 @@ from deltawire.launch.branches import proving
 from deltawire.launch.branches.envelopes import ProofFolder, read_attestation
 from deltawire.launch.branches.proof_check import check_proof
 from deltawire.launch.branches.proving import Derived, prove_run
-from deltawire.launch.branches.statements import commitment
+from deltawire.launch.branches.statements import (
+    BASE_TYPE,
+    FIRST_TYPE,
+    Commitments,
+    base_statement,
+    commitment,
+)
 from deltawire.live.erasure.forgetting import forget_user
 from deltawire.store import open_bucket
-from deltawire.sync import read_manifest, read_run
+from deltawire.sync import prune, read_manifest, read_run
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.lineage import Forgotten
+from deltawire.wire.objects import encode_json
 from deltawire.wire.signing import Ed25519Signer
 
 verifylib = pytest.importorskip("in_toto.verifylib")
@@ -28,7 +36,7 @@ metadata = pytest.importorskip("in_toto.models.metadata")
 
 TRAIN = {
     "groups_per_step": 2, "max_staleness": 99, "versions": 3, "checkpoint_every": 2,
-    "anchor_every": 100,
+    "anchor_every": 2,
 }  # fmt: skip
 
 
@@ -169,9 +177,61 @@ def test_a_version_without_a_statement_is_found(copy, tmp_path):
         if "2" not in one.name:
             (tmp_path / "statements" / one.name).write_bytes(one.read_bytes())
     found = check_proof(bucket, read_run(bucket), tmp_path, public_key)
-    assert found.faults == {2: "no statement says how it was made"} | found.faults
+    assert found.faults == {2: "no statement says how it was made"}
     with pytest.raises(InputError, match="holds no statements"):
         check_proof(bucket, read_run(bucket), tmp_path / "none", public_key)
+
+
+def test_versions_that_retention_deleted_are_taken_from_their_statements(copy, capsys):
+    """The statements of later versions are not blamed, nor those after a damaged one."""
+    bucket, folder, public_key = copy
+    run = read_run(bucket)
+    data = bucket.get(keys.manifest(1), limit=1 << 20)
+    bucket.put(keys.manifest(1), b"junk")
+    assert set(check_proof(bucket, run, folder, public_key).faults) == {1}
+    bucket.delete(keys.manifest(1))
+    assert check_proof(bucket, run, folder, public_key).faults == {1: "the run has no such version"}
+    bucket.put(keys.manifest(1), data)
+    assert prune(bucket, run, cutoff=2, grace_s=0).pruned_below == 2
+    found = check_proof(bucket, run, folder, public_key)
+    assert (found.versions, found.not_compared, found.faults) == (2, 2, {})
+    words = ["--proof", str(folder), "--signed-by", public_key]
+    assert main(["verify-training", bucket.url, *words]) == 0
+    assert "2 statements not compared: retention" in capsys.readouterr().out
+
+
+def test_random_bytes_that_are_missing_are_no_erasure(copy):
+    bucket, folder, public_key = copy
+    bucket.delete(keys.proof_salt("w0", 2))
+    found = check_proof(bucket, read_run(bucket), folder, public_key)
+    assert found.faults == {2: found.faults[2]}
+    assert "its group is not" in found.faults[2]
+
+
+def test_a_group_erased_meanwhile_keeps_no_random_bytes(copy):
+    bucket = copy[0]
+    commitments, place = Commitments(bucket), ("w0", 2)
+    bucket.delete(keys.rollout(*place))
+    bucket.delete(keys.proof_salt(*place))
+    record = Forgotten(run=read_run(bucket).id, user="b0" * 16, at=0.0, groups=[place])
+    bucket.put(keys.live_forgotten("b0" * 16), encode_json(record))
+    assert commitments.of(*place, "") is None
+    assert commitments.why_gone(2, [place]) == "groups were erased"
+    assert not bucket.exists(keys.proof_salt(*place))
+
+
+def test_a_first_version_that_is_no_base_says_so(proven):
+    bucket = proven[0]
+    run = read_run(bucket)
+    kinds = [base_statement(run, read_manifest(bucket, run, at), {}).kind for at in (0, 2)]
+    assert kinds == [BASE_TYPE, FIRST_TYPE]
+
+
+def test_two_derived_directories_of_one_name_are_refused(proven, tmp_path):
+    bucket, _, signer = proven
+    twice = [Derived("pull", tmp_path / one / "model") for one in ("a", "b")]
+    with pytest.raises(InputError, match="two --derived would be stated as pull-"):
+        prove_run(bucket, read_run(bucket), 3, tmp_path / "proof", signer, derived=twice)
 
 
 def test_forgetting_makes_commitments_unlinkable(tmp_path, capsys):

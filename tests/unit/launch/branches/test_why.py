@@ -3,12 +3,18 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks.branches.planted_groups import ANSWER, PROMPT, asked_about
 from deltawire.cli.main import main
-from deltawire.errors import InputError
+from deltawire.errors import InputError, UnreadableError
 from deltawire.launch.branches import group_effects
-from deltawire.launch.branches.behavior import probe_behavior, read_behavior
+from deltawire.launch.branches.behavior import (
+    layer_behavior,
+    probe_behavior,
+    read_behavior,
+    read_rows,
+)
 from deltawire.launch.branches.path_integral import StepPart, integrate, without_momentum
 from deltawire.launch.branches.versioned_model import open_model_of
 from deltawire.launch.branches.why import Question, explain, parse_range
@@ -144,6 +150,29 @@ def test_rows_that_are_wrong(planted, tmp_path, line, message):
     file.write_text(line + "\n")
     with open_model_of(planted.bucket) as model, pytest.raises(InputError, match=message):
         read_behavior(file, model.text)
+
+
+def test_lines_are_numbered_as_in_the_file_and_end_at_newlines_only(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('\n{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\n', encoding="utf-8")
+    assert [number for number, _ in read_rows(file)] == [2, 4]
+
+
+def test_a_layer_that_the_trainer_names_otherwise_has_no_effects(planted):
+    """Such as a LoRA whose exporter publishes it merged."""
+    with open_model_of(planted.bucket) as model:
+        behavior = layer_behavior("1", model, 0, VERSIONS)
+        with pytest.raises(InputError, match="under other names"):
+            behavior.measure(torch.nn.Sequential(model.module), gradient=False)
+
+
+def test_steps_that_cannot_be_read_are_unexplained(planted, monkeypatch):
+    def unreadable(*_, **__):
+        raise UnreadableError("an object cannot be read")
+
+    monkeypatch.setattr(group_effects, "resume", unreadable)
+    found = explain(planted.bucket, 0, 2, Question(layer="1"), steps=1)
+    assert [one.reason for one in found.unexplained] == ["an object cannot be read"]
 
 
 def test_an_answer_is_measured_against_another(planted, tmp_path):
