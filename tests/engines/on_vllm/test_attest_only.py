@@ -24,7 +24,7 @@ def folders(tmp_path_factory, family):
 def engine(folders, ranks, family):
     from vllm import LLM
 
-    return LLM(
+    llm = LLM(
         str(folders[0]),
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -37,6 +37,8 @@ def engine(folders, ranks, family):
         disable_log_stats=True,
         worker_extension_cls=WORKER,
     )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
 
 
 def attested(engine, reference, *others):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -85,13 +86,23 @@ def _report(model: torch.nn.Module, rank: RankWeights) -> None:
     """Reports what a rank holds, in place of a rank that the model had before."""
     if (before := model.__dict__.get(_REPORTER)) is not None:
         before.stop()
+    found, last = weakref.ref(rank), (-1, "")
+
+    def state() -> tuple[int, str]:
+        nonlocal last
+        if (held := found()) is not None:
+            last = held.version, held.status()["failure"]
+        return last
+
     reporter = ReaderReporter(
         rank.subscriber.bucket,
         "vllm",
         name=f"vllm-{os.getpid()}-rank-{rank.peers.number}",
-        state=lambda: (rank.version, rank.status()["failure"]),
+        state=state,
     )
     model.__dict__[_REPORTER] = reporter
+    # An engine in this process may end long before the process does.
+    weakref.finalize(rank, reporter.stop).atexit = False
     reporter.start()
 
 
