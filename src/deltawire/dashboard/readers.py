@@ -1,4 +1,4 @@
-"""Readers that are no processes of the run (pulls, relays, ranks of vLLM), as they report
+"""Readers that do not belong to the run (pulls, relays, ranks of vLLM), as they report
 themselves."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ State = Literal["alive", "late", "silent", "ended"]
 
 class ReaderLine(msgspec.Struct, frozen=True, kw_only=True):
     """One reader, as it reported ``age_s`` ago. ``late`` ones lack a version that had been there
-    for `LATE_S`, and ``reason`` says why, as far as they know. Nobody signs reports."""
+    for `LATE_S`, and ``reason`` says why, as far as they know. Reports are not signed."""
 
     host: str
     process: str

@@ -64,8 +64,8 @@ def lines_of_check(found: TrainingCheck) -> Iterator[str]:
             f"{escape_probability(share, draws):.1%} with f = {share:.0%}" for share in SHARES
         )
         yield (
-            f"shown: whoever had forged a share f of the intervals that can be checked would have "
-            f"escaped with a probability of at most (1 − f)^{draws}: {shares}"
+            f"shown: a forger of a share f of the intervals that can be checked would have escaped "
+            f"with a probability of at most (1 − f)^{draws}: {shares}"
         )
     yield (
         "not shown: that answers were sampled and rewards given as stated; deltawire verifies what "

@@ -93,7 +93,7 @@ def reporting(
     if not report_to:
         yield None
         return
-    # Nobody signs a report, so nothing is read to open its place: that could end the reader.
+    # Reports are not signed, so nothing is read to open their place: that could end the reader.
     with ReaderReporter(bucket, kind, places=[open_bucket(report_to)]).running() as found:
         yield found
 

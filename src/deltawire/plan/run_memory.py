@@ -103,7 +103,7 @@ class RunMemory:
         if not self.kept_checkpoints:
             found.append(
                 f"no checkpoint is stored ({self.checkpoint_bytes / 1e9:.2f} GB, unless the run is "
-                "stopped): whoever continues or forks the run computes its steps again"
+                "stopped): continuing or forking the run computes its steps again"
             )
             return found
         found.append(

@@ -117,7 +117,7 @@ def _open(location: str, *, create: bool, durable: bool | None, options: dict[st
     except (exceptions.BaseError, ValueError, TypeError) as error:
         cause = str(error).strip().splitlines()[0][:300]
         for option, value in chosen.items():
-            if (option in SECRETS.values() or looks_secret(option)) and value:
+            if looks_secret(option) and value:
                 cause = cause.replace(str(value), REDACTED)
         raise InputError(f"cannot open the bucket {location}: {cause}") from error
     return Bucket(store, location, local=False)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from deltawire.live.capture.spool import Spool
 from deltawire.live.capture.uploader import SpooledStream, SpoolUploader
 from deltawire.store import DelegatingBucket, open_bucket
 from deltawire.wire import keys
-from deltawire.wire.captures import FAILED, Feedback, decode_segment, encode_row
+from deltawire.wire.captures import FAILED, Feedback, decode_segment, encode_row, encode_segment
 
 
 def append(spool, rows):
@@ -145,15 +146,7 @@ def test_an_outage_of_the_bucket_loses_nothing_and_repeats_nothing(tmp_path, see
     uploader = SpoolUploader(bucket, "g0", [stream])
     rows = []
     for turn in range(10):
-        batch = [
-            encode_row(
-                Feedback(
-                    id=f"{turn}-{n}", answer="1" * 32, conversation="2" * 32, arm="serving",
-                    kind="accept", value=1.0, at=1.0, received=1.0, served_at=1.0,
-                )
-            )
-            for n in range(3)
-        ]  # fmt: skip
+        batch = [a_row(f"{turn}-{n}") for n in range(3)]
         append(spool, batch)
         rows += [f"{turn}-{n}" for n in range(3)]
         uploader.upload()
@@ -167,6 +160,32 @@ def test_an_outage_of_the_bucket_loses_nothing_and_repeats_nothing(tmp_path, see
         found += decode_segment(data, Feedback, gateway="g0", number=number, run="", key=key)
     assert sorted(row.id for row in found) == sorted(rows)
     assert spool.lost == 0
+
+
+def test_a_segment_of_another_gateway_is_not_replaced_and_rows_wait(tmp_path):
+    """Two machines with one state folder, for example from a copied image."""
+    bucket = open_bucket("memory://")
+    with closing(Spool(tmp_path / "s", limit_bytes=1 << 20)) as spool:
+        append(spool, [a_row("mine")])
+        spool.seal().result()
+        (number,) = spool.sealed()
+        key = keys.live_feedback("g0", number)
+        theirs = encode_segment("g0", number, [a_row("theirs")])
+        bucket.put(key, theirs)
+        uploader = SpoolUploader(bucket, "g0", [SpooledStream(spool, keys.live_feedback, Feedback)])
+        assert not uploader.upload()
+        assert "another gateway" in uploader.alarm
+        assert bucket.get(key, limit=1 << 20) == theirs
+        assert spool.sealed() == [number]
+
+
+def a_row(name):
+    return encode_row(
+        Feedback(
+            id=name, answer="1" * 32, conversation="2" * 32, arm="serving", kind="accept",
+            value=1.0, at=1.0, received=1.0, served_at=1.0,
+        )
+    )  # fmt: skip
 
 
 def test_answers_go_on_while_the_bucket_is_gone(tmp_path, monkeypatch):

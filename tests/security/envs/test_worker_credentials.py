@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from deltawire.errors import InputError
 from deltawire.rl.rollout.hardening import CREDENTIALS, protect_credentials
 from deltawire.store import open_bucket
 from deltawire.store.repeats import opened_again
@@ -78,3 +79,14 @@ def test_the_stores_of_other_providers_keep_theirs_too(monkeypatch, url, variabl
     again = opened_again(bucket.store)
     assert "c2VjcmV0" in str(again.__getnewargs_ex__())
     assert "c2VjcmV0" not in repr(bucket)
+
+
+def test_an_error_names_the_file_of_an_account_and_shows_no_other_value(monkeypatch):
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/no/such/file")
+    with pytest.raises(InputError, match="/no/such/file"):
+        open_bucket("gs://bucket/run")
+    monkeypatch.delenv("GOOGLE_SERVICE_ACCOUNT")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/hunter2")
+    with pytest.raises(InputError) as error:
+        open_bucket("gs://bucket/run")
+    assert "hunter2" not in str(error.value)

@@ -17,7 +17,7 @@ from live_gateway import TOKEN, live_serving, published
 from deltawire.live.capture.consent import ConsentRule
 from deltawire.live.capture.uploader import UNDER_WAY_S
 from deltawire.live.erasure.forgetting import forget_user
-from deltawire.live.gateway import routing
+from deltawire.live.gateway import recorder, routing
 from deltawire.live.learning.records import LiveRecords
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
 from deltawire.live.release.next_decision import Situation, decide_next
@@ -179,6 +179,9 @@ def test_outside_a_canary_and_for_users_who_were_forgotten_nothing_is_stored(tmp
             run = read_run(gateway.bucket)
             await asyncio.to_thread(forget_user, gateway.bucket, run, row.user)
             gateway.recorder._read_forgotten()
+            with monkeypatch.context() as short:  # A listing that leaves the record out.
+                short.setattr(recorder, "forgotten_users", lambda _: frozenset())
+                gateway.recorder._read_forgotten()
             await gateway.ask(user="bob", capture="")
             gateway.decider.decide("rollback", 0, 2)
             await until(lambda: not assigns(gateway))

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from deltawire.config import run_config
+from deltawire.config import parse_config, run_config
+from deltawire.config.checkpoints import stores_last_state
 from deltawire.plan import run_memory as predicting
 from deltawire.plan.run_memory import GIB, memory_of
 
@@ -140,3 +141,18 @@ def test_the_lines_name_every_process_and_the_disk(model):
     asked = predicted(model, train={"versions": 5, "final_checkpoint": "always"}).lines()
     assert "1.61 GB on disk, 1 are kept" in asked[-1]
     assert predicted(model).total / GIB > 5
+
+
+@pytest.mark.parametrize(
+    ("versions", "ended_at", "size", "stored"),
+    [
+        (5, 5, 1 << 30, False),
+        (5, 5, 1 << 20, True),
+        (50, 5, 1 << 30, True),  # A stop rule ended it.
+        (50, 50, 1 << 30, True),
+    ],
+)
+def test_which_ends_of_a_run_store_its_state(versions, ended_at, size, stored):
+    values = {"name": "t", "train": {"versions": versions, "checkpoint_every": 20}}
+    config = parse_config(values, source="test")
+    assert stores_last_state(config, ended_at, size) is stored

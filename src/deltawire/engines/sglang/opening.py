@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from deltawire.engines.base import EngineRequest, OpenEngine
 from deltawire.engines.following.environment import engine_python
 from deltawire.engines.sglang.adapters import refuse_adapter_tensors
 from deltawire.errors import InputError
-from deltawire.store.retrying import RetryingBucket
 from deltawire.wire.roles import pin_of
 from deltawire.wire.run import TensorSpec
 
@@ -26,16 +26,14 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> None:
 def open_engine(request: EngineRequest) -> OpenEngine:
     """Starts the server and has it serve the newest version.
 
-    SGLang fetches the weights itself; this process reads only the manifests, and holds the server
-    to their digests. Raises `InputError` if there is no SGLang, it cannot serve the run, or it does
-    not come up; `ResyncError` if it does not reach the version, or reaches it with another digest.
+    Raises what `open_followed` raises, and `InputError` if there is no SGLang, or if it cannot
+    serve the run.
     """
     import torch
 
-    from deltawire.engines.following.engine_client import RemoteWeights
+    from deltawire.engines.following.opening import open_followed
     from deltawire.engines.sglang.sampler import SglangSampler
     from deltawire.engines.sglang.server import SglangServer
-    from deltawire.sync import ManifestFollower
 
     if request.record_routes:
         raise InputError(
@@ -43,13 +41,10 @@ def open_engine(request: EngineRequest) -> OpenEngine:
             hint='set parity.routes = "off", or rollout.engine = "vllm"',
         )
     check_tensors(request.run.tensors)
-    steps = ManifestFollower(RetryingBucket(request.bucket), request.run)
-    newest = steps.prepare()
-    if newest is None:
-        raise InputError("the run has no version yet", run=request.bucket.url)
     with torch.device("meta"):
         stop_tokens = request.stop_tokens(request.build_model())
-    server = SglangServer(
+    start = partial(
+        SglangServer,
         request.folder,
         request.bucket.url,
         public_key=pin_of(request.run),
@@ -60,24 +55,14 @@ def open_engine(request: EngineRequest) -> OpenEngine:
         threads=request.threads,
         on_cpu=not torch.cuda.is_available(),
     )
-    try:
-        server.wait_until_up(stopping=request.is_stopping)
-        weights = RemoteWeights(server.calls)
-        weights.swap({}, newest.version, newest.digest)
-        steps.commit(newest)
-    except BaseException:
-        server.close()
-        raise
-    sampler = SglangSampler(
-        server.socket,
-        stop_tokens=stop_tokens,
-        slots=request.slots,
-        capacity=request.capacity,
-        version=newest.version,
-    )
 
-    async def close() -> None:
-        await sampler.close()
-        server.close()
+    def sampler_of(path: str, version: int) -> SglangSampler:
+        return SglangSampler(
+            path,
+            stop_tokens=stop_tokens,
+            slots=request.slots,
+            capacity=request.capacity,
+            version=version,
+        )
 
-    return OpenEngine(sampler=sampler, weights=weights, steps=steps, close=close, external=True)
+    return open_followed(request, start, sampler_of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from deltawire.engines.base import EVERYTHING, EngineRequest, OpenEngine, Truncation
@@ -11,7 +12,6 @@ from deltawire.engines.following.environment import engine_python
 from deltawire.engines.following.routed_experts import experts_of
 from deltawire.engines.vllm.adapter_names import slot_flags
 from deltawire.errors import InputError
-from deltawire.store.retrying import RetryingBucket
 from deltawire.wire.roles import pin_of
 from deltawire.wire.run import TensorSpec
 
@@ -32,28 +32,22 @@ def check_tensors(tensors: Sequence[TensorSpec]) -> None:
 def open_engine(request: EngineRequest) -> OpenEngine:
     """Starts the server and has it serve the newest version.
 
-    vLLM fetches the weights itself; this process reads only the manifests, and holds the server
-    to their digests. Raises `InputError` if there is no vLLM, it cannot serve the run's adapter, or
-    it does not come up; `ResyncError` if it does not reach the version, or reaches it with another
-    digest.
+    Raises what `open_followed` raises, and `InputError` if there is no vLLM, or if it cannot serve
+    the run's adapter.
     """
     import torch
 
-    from deltawire.engines.following.engine_client import RemoteWeights
+    from deltawire.engines.following.opening import open_followed
     from deltawire.engines.vllm.sampler import VllmSampler
     from deltawire.engines.vllm.server import VllmServer
-    from deltawire.sync import ManifestFollower
 
     mode = logprobs_mode(request.truncation, request.temperature)
     slot = slot_flags(request.run.tensors)
-    steps = ManifestFollower(RetryingBucket(request.bucket), request.run)
-    newest = steps.prepare()
-    if newest is None:
-        raise InputError("the run has no version yet", run=request.bucket.url)
     with torch.device("meta"):
         model: Any = request.build_model()
     experts = experts_of(model.config) if request.record_routes else None
-    server = VllmServer(
+    start = partial(
+        VllmServer,
         request.folder,
         request.bucket.url,
         public_key=pin_of(request.run),
@@ -67,28 +61,18 @@ def open_engine(request: EngineRequest) -> OpenEngine:
         routes=experts is not None,
         slot=slot,
     )
-    try:
-        server.wait_until_up(stopping=request.is_stopping)
-        weights = RemoteWeights(server.calls)
-        weights.swap({}, newest.version, newest.digest)
-        steps.commit(newest)
-    except BaseException:
-        server.close()
-        raise
-    sampler = VllmSampler(
-        server.socket,
-        stop_tokens=request.stop_tokens(model),
-        slots=request.slots,
-        capacity=request.capacity,
-        version=newest.version,
-        experts=experts,
-    )
 
-    async def close() -> None:
-        await sampler.close()
-        server.close()
+    def sampler_of(path: str, version: int) -> VllmSampler:
+        return VllmSampler(
+            path,
+            stop_tokens=request.stop_tokens(model),
+            slots=request.slots,
+            capacity=request.capacity,
+            version=version,
+            experts=experts,
+        )
 
-    return OpenEngine(sampler=sampler, weights=weights, steps=steps, close=close, external=True)
+    return open_followed(request, start, sampler_of)
 
 
 def logprobs_mode(truncation: Truncation, temperature: float) -> str:

@@ -3,8 +3,7 @@
 A version is named by the SHA-256 of its weights (`weights_hash`). Its materials are the version
 before, its groups, the code, the configuration and the base model. A group is named by a commitment
 only: the SHA-256 of 32 random bytes and of its place and hash. The random bytes lie in the bucket,
-and `deltawire forget` deletes them with the group. Nobody can tell then which group a statement
-names.
+and `deltawire forget` deletes them with the group. Then no statement can be linked to it.
 """
 
 from __future__ import annotations
