@@ -2,7 +2,8 @@
 
 A pull, a relay and a rank of vLLM have no lease and no heartbeat. Each of them reports once a
 minute which version it holds, how late it is and why, and what it asked of its stores. All readers
-of a host share one object, so that a thousand hosts cost a thousand small writes a minute.
+of a host share one object, so that a thousand hosts cost a thousand small writes a minute. Its
+name is the host's and a hash of the machine's id: hosts of two clusters may have one name.
 
 Concurrency::
 
@@ -55,6 +56,9 @@ GONE_S = 180.0
 """A report that was not renewed for so long is of a process that is gone, or stands still."""
 SILENT_S = 3600.0
 """A host states a reader that does not end, and does not report, for so long."""
+MACHINE_IDS = (Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id"))
+"""The first that is there tells machines apart: the system's id, which lasts, or that of the boot,
+since many containers have no other."""
 KEPT_S = 86_400.0
 """Views leave out reports that are older than this."""
 LAST_S = 10.0
@@ -258,9 +262,21 @@ class ReaderReporter:
 
 
 def _host() -> str:
-    """The name of this host, as a key can carry it."""
-    name = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:63].lstrip("-_")
-    return name if keys.valid_name(name) else f"host-{blake3(name.encode()).hexdigest(4)}"
+    """The name of this host, as a key can carry it, and a hash of its machine's id if it has one.
+
+    The id stays the same over restarts of processes, so a host has one object. The hash hides it
+    (machine-id(5)).
+    """
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:54].lstrip("-_")
+    if not keys.valid_name(name):
+        name = f"host-{blake3(name.encode()).hexdigest(4)}"
+    for path in MACHINE_IDS:
+        with suppress(OSError, ValueError):
+            words = path.read_text(encoding="ascii").strip().replace("-", "")
+            if re.fullmatch("[0-9a-f]{32}", words):
+                mixed = blake3(f"deltawire-reader {words}".encode())
+                return f"{name}-{mixed.hexdigest(4)}"
+    return name
 
 
 Known = tuple[ObjectMeta, HostReaders]

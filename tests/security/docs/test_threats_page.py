@@ -81,13 +81,13 @@ PROOFS = [keys.proof_salt("w0", 0), keys.child("try")]
 EVERY = [
     keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a",
     *WEIGHTS, *TRAINERS, *WORKERS, *OTHERS, *PROCESSES, SCORES, keys.TINKER_SERVER,
-    *GATEWAYS, LINEAGE, keys.readers("HOST"), *PROOFS,
+    *GATEWAYS, LINEAGE, keys.readers("HOST-5f3a0c1e"), *PROOFS,
 ]  # fmt: skip
 OWNERS = [keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a", *WEIGHTS, *PROOFS]
 NEVER_BY_TRAINER = {
     *PROOFS,
     keys.role("trainer"), keys.rollout("w0", 0), keys.rollout("WORKER", 0), SCORES,
-    keys.TINKER_SERVER, LINEAGE, keys.readers("HOST"), *GATEWAYS,
+    keys.TINKER_SERVER, LINEAGE, keys.readers("HOST-5f3a0c1e"), *GATEWAYS,
 }  # fmt: skip
 MAY_WRITE = {
     "owner": set(OWNERS),
@@ -97,7 +97,7 @@ MAY_WRITE = {
     "reference": set(REFERENCES),
     "gateway": set(GATEWAYS),
     "learner": {*WORKERS, LINEAGE},
-    "reader": {keys.readers("HOST")},
+    "reader": {keys.readers("HOST-5f3a0c1e")},
     "viewer": set(),
 }
 MAY_DELETE = {

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import socket
 import time
 from datetime import timedelta
 
@@ -209,6 +210,27 @@ def test_the_newest_reports_of_a_bounded_number_of_hosts_are_read(bucket, make, 
     for host in ("h1", "h2", "h3"):
         bucket.put(keys.readers(host), json.dumps(stored | {"host": host}).encode())
     assert len(ReaderReports(bucket, clock=clock).poll()) == 2
+
+
+def test_hosts_with_one_name_have_reports_of_their_own(bucket, make, tmp_path, monkeypatch):
+    """By the machine's id, which stays; by that of the boot where a container has none."""
+    system, boot = tmp_path / "machine-id", tmp_path / "boot_id"
+    boot.write_text("e83897bf-eeae-405f-82bf-18fd39f4fbb2\n")
+    monkeypatch.setattr(reader_report, "MACHINE_IDS", (system, boot))
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-1." + "x" * 80)
+    for number, text in enumerate(["", "uninitialized\n", "ab" * 16, "cd" * 16, "ab" * 16]):
+        system.write_text(text)
+        assert make(name="one", places=[bucket]).report(ended=True)
+        assert len(hosts(bucket)) == (1, 1, 2, 3, 3)[number]
+    for host in hosts(bucket):
+        assert host.startswith("node-1-xxx")
+        assert "abab" not in host
+        assert "e838" not in host
+    boot.unlink()
+    system.unlink()
+    assert make(name="one", places=[bucket]).report(ended=True)
+    assert len(hosts(bucket)) == 4
+    assert min(hosts(bucket), key=len) == ("node-1-" + "x" * 80)[:54]
 
 
 def hosts(bucket):
