@@ -2,13 +2,21 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from granted_groups import start_with_groups
 
+from benchmarks.training.seeded_groups import seeded_group
 from deltawire.config import parse_config
 from deltawire.errors import StoppedError
+from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.parity.divergence import NO_DIVERGENCE
 from deltawire.rl.trainer.ratio_stop import STEPS, WINDOW, RatioStop
+from deltawire.rl.trainer.trainer import Trainer
+from deltawire.runtime.fleet import read_trainer
+from deltawire.runtime.process import Process, open_run
+from deltawire.sync import newest_version
 
 
 def stop_of(*, share=None, **loss):
@@ -58,3 +66,38 @@ def test_it_can_be_turned_off_and_few_tokens_do_not_count():
     add(stop_of(), *[0.01] * 9, tokens=31)
     with pytest.raises(StoppedError):
         add(stop_of(share=0.5), *[0.4] * 3)
+
+
+def exploded_group(number):
+    """From the third on, one token of 64 was nearly impossible for its sampler, so that it has all
+    of the weight."""
+    group = seeded_group(number, tokens=16)
+    if number >= 2:
+        group.trajectories[0].logprobs_T[3] = -40.0
+    return group
+
+
+@pytest.mark.parametrize("share", [0.1, 0.0])
+def test_a_trainer_stops_and_publishes_nothing_more(tmp_path, share):
+    train = {"versions": 7, "groups_per_step": 1, "max_staleness": 100}
+    loss = {"advantage": "given", "ratio_base": "rollout"}
+    bucket = start_with_groups(
+        tmp_path, groups=7, group=exploded_group, train={**train, "loss": loss},
+        live={"stop_effective_share": share},
+    )  # fmt: skip
+    run, config = open_run(bucket)
+    with fetch_model_files(bucket, run) as folder:
+        policy = empty_model(Path(folder))
+    process = Process(bucket, "trainer", "trainer", supervised=False)
+    trainer = Trainer(process, run, config, policy)
+    if not share:
+        trainer.loop()
+        assert newest_version(bucket) == 7
+        return
+    with pytest.raises(StoppedError, match="importance ratios explode") as caught:
+        trainer.loop()
+    assert caught.value.exit_code == 7
+    # Versions 1 and 2 are of ordinary groups, 3 and 4 of the first two that exploded.
+    assert newest_version(bucket) == 4
+    status = read_trainer(bucket)
+    assert (status.phase, status.version) == ("stopped", 4)
