@@ -1,6 +1,6 @@
 """Reports of processes that follow a run's weights and do not belong to the run.
 
-A pull, a relay and a rank of vLLM have no lease and no heartbeat. Each of them reports once a
+A pull, a relay and a rank of an engine have no lease and no heartbeat. Each of them reports once a
 minute which version it holds, how late it is and why, and what it asked of its stores. All readers
 of a host share one object, so that a thousand hosts cost a thousand small writes a minute. Its
 name is the host's and a hash of the machine's id: hosts of two clusters may have one name.
@@ -66,7 +66,7 @@ MAX_HOST_BYTES = 1 << 20
 MAX_HOSTS = 1024
 """Views read the newest reports of so many hosts."""
 
-Kind = Literal["pull", "relay", "vllm"]
+Kind = Literal["pull", "relay", "vllm", "sglang"]
 """The kinds of readers. Views show any other word, too: a later release may know more."""
 
 _LOG = logging.getLogger("deltawire.sync")

@@ -188,7 +188,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReaderReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that follows a run's weights and has no heartbeat: a pull, a relay, a rank of vLLM.
+    """A process that follows a run's weights and has no heartbeat: a pull, a relay, a rank of an
+    engine.
 
     At ``at`` it held ``version`` (-1: none yet), ``lag`` versions less than the newest, the first
     of which had been there for ``late_s``; ``reason`` says why, as far as it knows.

@@ -7,7 +7,6 @@ import torch
 
 from deltawire.engines.following import parameter_sums
 from deltawire.engines.following.refusals import refuse_changed, refuse_unreached
-from deltawire.engines.vllm import postprocess_check
 from deltawire.engines.vllm.refusals import refuse_configuration
 from deltawire.errors import InputError
 from deltawire.placement.placement import probe
@@ -98,9 +97,9 @@ def test_the_sum_depends_on_order_within_and_across_chunks(monkeypatch):
 
 
 def test_unobserved_post_processing_is_refused():
-    assert postprocess_check.changes_after_loading(Experts()) is None
+    assert parameter_sums.changes_after_loading(Experts()) is None
     with pytest.raises(InputError, match="was not observed"):
-        refuse_changed(postprocess_check.changes_after_loading(Experts()), engine="vLLM", hint="")
+        refuse_changed(parameter_sums.changes_after_loading(Experts()), engine="vLLM", hint="")
 
 
 class Tower(torch.nn.Module):

@@ -12,22 +12,24 @@ import pytest
 import torch
 
 from deltawire.engines.base import EngineRequest, Sampling, Truncation
+from deltawire.engines.following.http_calls import Refusing
+from deltawire.engines.following.parameter_sums import changes_after_loading
 from deltawire.engines.following.refusals import refuse_changed
+from deltawire.engines.following.replicated_controller import Command
+from deltawire.engines.following.settings import from_environment
 from deltawire.engines.registry import check_tensors, open_engine
 from deltawire.engines.sglang import FOLLOW, hooks, http_calls, plugin, postprocess_check, refusals
 from deltawire.engines.sglang.in_flight import DONE, InFlight
-from deltawire.engines.sglang.rank_controller import Command
 from deltawire.engines.sglang.sampler import SglangSampler
-from deltawire.engines.sglang.settings import settings_here
 from deltawire.errors import CorruptError, InputError, ResyncError
 from deltawire.wire.run import TensorSpec
 
 
 def test_the_environment_names_a_bucket_or_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLLOW, "s3://bucket/run")
-    assert settings_here().run == "s3://bucket/run"
+    assert from_environment(FOLLOW).run == "s3://bucket/run"
     monkeypatch.setenv(FOLLOW, json.dumps({"run": "memory:///", "follow": False}))
-    assert not settings_here().follow
+    assert not from_environment(FOLLOW).follow
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_settings_that_mean_nothing_are_refused_by_name(
 ) -> None:
     monkeypatch.setenv(FOLLOW, given)
     with pytest.raises(InputError, match=named):
-        settings_here()
+        from_environment(FOLLOW)
 
 
 def test_a_plugin_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,16 +114,16 @@ def test_arguments_that_were_not_tested_are_refused_by_name(
 
 def test_weights_that_change_after_loading_are_noticed() -> None:
     model = torch.nn.Linear(4, 4)
-    assert postprocess_check.changes_after_loading(model) is None
+    assert changes_after_loading(model) is None
 
     def exchange(model: torch.nn.Module) -> None:
         model.weight.data = model.weight.data[[1, 0, 2, 3]]
 
     postprocess_check.around_postprocess(exchange, model)
-    assert "weight" in (postprocess_check.changes_after_loading(model) or {})
+    assert "weight" in (changes_after_loading(model) or {})
     postprocess_check.after_random_weights(None, model)
     postprocess_check.after_random_load(model)
-    assert postprocess_check.changes_after_loading(model) == {}
+    assert changes_after_loading(model) == {}
     with pytest.raises(InputError, match="was not observed"):
         refuse_changed(None, engine="SGLang", hint="")
 
@@ -185,7 +187,7 @@ def test_cached_prefixes_are_keyed_by_version_and_by_the_clients_own_key() -> No
     in_flight.relabel("8", "2 8")
     assert own.extra_key == "deltawire 2 8 mine"
     running.kv.holds_kv = False  # Retracted: computed again, with the weights of now.
-    in_flight.salt(running, "2 8")
+    in_flight.salt(running)
     assert running.extra_key == "deltawire 2 8 "
 
 
@@ -235,7 +237,7 @@ def test_calls_that_would_relabel_tokens_answer_with_a_refusal() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         sent.append(scope["path"])
 
-    refusing = http_calls.Refusing(app)
+    refusing = Refusing(app, http_calls.FORBIDDEN)
     scope = {"type": "http", "path": "/generate"}
     asyncio.run(refusing(scope, None, None))
     assert sent == ["/generate"]

@@ -7,7 +7,9 @@ such as ``/collective_rpc``.
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deltawire.engines.following.engine_client import EngineClient
+from deltawire.engines.following.environment import engine_python
 from deltawire.errors import InputError, ResyncError
 from deltawire.runtime.guard import guarded
 
@@ -27,13 +30,21 @@ MAX_LOG_BYTES = 1 << 20
 
 
 class EngineServer:
-    """A server of ``engine``, started by `start`. Call `wait_until_up` first. The server ends when
-    this process ends, for any reason; it writes to the file ``log``.
+    """A server of ``engine``, whose Python package is ``package``, started by `start`. Call
+    `wait_until_up` first. The server ends when this process ends, for any reason; it writes to the
+    file ``log``.
+
+    An engine's own class puts together its command: of ``python``, of ``settings``, which say how
+    it follows the run, and of ``more``, which an environment variable such as
+    ``DELTAWIRE_VLLM_ARGS`` adds. Raises `InputError` if there is no such engine.
     """
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, package: str, run: str, public_key: str) -> None:
         self.engine = engine
-        self._folder = tempfile.TemporaryDirectory(prefix=f"dw-{engine.lower()}-")
+        self.python = engine_python(package)
+        self.settings = json.dumps({"run": run, "public_key": public_key, "follow": False})
+        self.more = shlex.split(os.environ.get(f"DELTAWIRE_{package.upper()}_ARGS", ""))
+        self._folder = tempfile.TemporaryDirectory(prefix=f"dw-{package}-")
         self.socket = str(Path(self._folder.name) / "http")
         self.log = Path(self._folder.name) / "log"
         self.calls = EngineClient(self.socket, engine)

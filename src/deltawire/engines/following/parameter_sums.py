@@ -15,6 +15,9 @@ import torch
 
 from deltawire.placement.elements import CARRIER
 
+_CHANGES = "_deltawire_changes"
+"""The attribute of a model that holds its changes after loading."""
+
 _CHUNK_ELEMENTS = 1 << 22
 _ODD = 0x1E3779B97F4A7C15
 
@@ -54,6 +57,18 @@ def differences(
             found[name] = f"became {list(new.shape)} of {str(new.dtype).removeprefix('torch.')}"
         else:
             found[name] = "holds different bits, or in a different order"
+    return found
+
+
+def record_changes(model: torch.nn.Module, before: Mapping[str, ParameterSum]) -> None:
+    """Keeps with ``model`` how it differs from its sums ``before``."""
+    model.__dict__[_CHANGES] = differences(before, parameter_sums(model))
+
+
+def changes_after_loading(model: torch.nn.Module) -> dict[str, str] | None:
+    """Returns the parameters of more than one element that the engine changed after loading, and
+    how; None if that was not observed."""
+    found: dict[str, str] | None = model.__dict__.get(_CHANGES)
     return found
 
 

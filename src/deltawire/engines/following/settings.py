@@ -3,12 +3,16 @@ flight."""
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from deltawire.errors import InputError
+
+MAX_BYTES = 1 << 16
 
 InFlight = Literal["keep", "recompute", "drain"]
 
@@ -43,3 +47,21 @@ def parse(values: Any, *, where: str) -> FollowSettings:
             f"{where}: {error}",
             hint=f"the members are {', '.join(FollowSettings.__struct_fields__)}",
         ) from None
+
+
+def from_environment(variable: str) -> FollowSettings:
+    """Returns the settings in ``variable``: a bucket's location, or a JSON object with the members
+    of `FollowSettings`. Raises `InputError` for what is none."""
+    given = os.environ.get(variable, "")
+    if len(given) > MAX_BYTES:
+        raise InputError(f"{variable} has more than {MAX_BYTES} characters")
+    if not given.lstrip().startswith("{"):
+        return parse({"run": given}, where=variable)
+    try:
+        values = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{variable} is no JSON object: {error}",
+            hint='set it to a bucket\'s location, or to {"run": "s3://bucket/run", …}',
+        ) from None
+    return parse(values, where=variable)

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from deltawire.engines.sglang import http_calls, postprocess_check
+from deltawire.engines.following.http_calls import ATTEST, REFUSAL, WANT
+from deltawire.engines.following.replicated_controller import Command
+from deltawire.engines.following.settings import from_environment
+from deltawire.engines.sglang import FOLLOW, http_calls, postprocess_check
 from deltawire.engines.sglang.in_flight import DONE
-from deltawire.engines.sglang.rank_controller import Command, RankController
-from deltawire.engines.sglang.refusals import REFUSAL, refuse_version
-from deltawire.engines.sglang.settings import settings_here
+from deltawire.engines.sglang.rank_controller import RankController
+from deltawire.engines.sglang.refusals import refuse_version
 
 MANAGERS = "sglang.srt.managers"
 SCHEDULER = f"{MANAGERS}.scheduler.Scheduler"
@@ -42,7 +44,7 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     refuse_version(sglang.__version__)
-    settings_here()
+    from_environment(FOLLOW)
     targets: dict[str, tuple[Callable[..., Any], HookType]] = {
         f"{SCHEDULER}.__init__": (after_start, HookType.AFTER),
         f"{RECEIVER}._pull_raw_reqs": (around_pull, HookType.AROUND),
@@ -89,7 +91,7 @@ def require_applied(registry: Any, targets: list[str], *, version: str) -> None:
 
 def after_start(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """Loads and attests the newest version before the scheduler reports that it has started."""
-    _held[:] = [RankController(scheduler, settings_here())]
+    _held[:] = [RankController(scheduler, from_environment(FOLLOW))]
 
 
 def around_pull(original: Callable[..., Any], receiver: Any) -> Any:
@@ -117,7 +119,7 @@ def around_result(original: Callable[..., Any], scheduler: Any, batch: Any, resu
 
 def around_prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
     """Starts no sequence while a swap waits for those that run."""
-    if not _held or not _held[0].draining or scheduler.chunked_req is not None:
+    if not _held or not _held[0].in_flight.draining or scheduler.chunked_req is not None:
         return original(scheduler, running_batch)
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
@@ -127,19 +129,19 @@ def around_prefill(original: Callable[..., Any], scheduler: Any, running_batch: 
 def before_match(request: Any, tree_cache: Any = None, *_args: Any, **_kwargs: Any) -> None:
     """Salts a request whose prompt is looked for in the cache."""
     if _held and tree_cache is not None:
-        _held[0].salt(request)
+        _held[0].in_flight.salt(request)
 
 
 def around_order(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     """Takes the orders that `http_calls` sends as settings of the scheduler."""
     order = request.server_args
-    if not _held or not order.keys() & {http_calls.WANT, http_calls.ATTEST}:
+    if not _held or not order.keys() & {WANT, ATTEST}:
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
-    if http_calls.WANT in order:
-        _held[0].want(int(order[http_calls.WANT]))
-    if http_calls.ATTEST in order:
+    if WANT in order:
+        _held[0].want(int(order[WANT]))
+    if ATTEST in order:
         _held[0].attest()
     return SetInternalStateReqOutput(updated=True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deltawire.engines.following import settings
+from deltawire.engines.following.settings import InFlight as Mode
 
 _KEY = "_deltawire_key"
 _EPOCH = "_deltawire_epoch"
@@ -22,9 +22,10 @@ DONE = object()
 class InFlight:
     """The requests of ``scheduler``, and what ``mode`` does to those that run at a swap."""
 
-    def __init__(self, scheduler: Any, mode: settings.InFlight) -> None:
+    def __init__(self, scheduler: Any, mode: Mode) -> None:
         self._scheduler = scheduler
         self._mode = mode
+        self._epoch = ""
         self.draining = False
 
     def ready(self) -> bool:
@@ -41,21 +42,22 @@ class InFlight:
         self.draining = False
 
     def relabel(self, version: str, epoch: str) -> None:
-        """Labels what is drawn from here on with ``version``."""
+        """Labels what is drawn from here on with ``version``, whose weights ``epoch`` names."""
+        self._epoch = epoch
         self._scheduler.record_weight_version_change(new_version=version)
         if self._mode == "recompute":
             self._retract()
         for request in self._scheduler.waiting_queue:
-            self.salt(request, epoch)
+            self.salt(request)
 
-    def salt(self, request: Any, epoch: str) -> None:
-        """Names ``epoch`` in the key of a request that holds no keys and values."""
-        if request.kv.holds_kv or getattr(request, _EPOCH, None) == epoch:
+    def salt(self, request: Any) -> None:
+        """Has a request that holds no keys and values find cached prefixes of this version only."""
+        if request.kv.holds_kv or getattr(request, _EPOCH, None) == self._epoch:
             return
         if not hasattr(request, _KEY):
             setattr(request, _KEY, request.extra_key or "")
-        setattr(request, _EPOCH, epoch)
-        request.extra_key = f"deltawire {epoch} {getattr(request, _KEY)}"
+        setattr(request, _EPOCH, self._epoch)
+        request.extra_key = f"deltawire {self._epoch} {getattr(request, _KEY)}"
 
     def _running(self) -> set[Any]:
         found: set[Any] = self._scheduler.collect_inflight_reqs()

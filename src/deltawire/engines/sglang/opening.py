@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 
 from deltawire.engines.base import EngineRequest, OpenEngine
 from deltawire.engines.following.environment import engine_python
-from deltawire.engines.sglang.adapters import refuse_adapter_tensors
 from deltawire.errors import InputError
-from deltawire.wire.roles import pin_of
 from deltawire.wire.run import TensorSpec
 
 
@@ -18,9 +16,15 @@ def check_machine() -> None:
     engine_python("sglang")
 
 
-def check_tensors(tensors: Sequence[TensorSpec]) -> None:
+def check_tensors(tensors: Iterable[TensorSpec]) -> None:
     """Raises `InputError` for the first tensor of an adapter: SGLang's slots are not written to."""
-    refuse_adapter_tensors(tensors)
+    for spec in tensors:
+        if ".lora_" in spec.name:
+            raise InputError(
+                f"the run holds an adapter ({spec.name}), which deltawire does not put into "
+                "SGLang's slots",
+                hint="serve the adapter with vLLM or the embedded engine",
+            )
 
 
 def open_engine(request: EngineRequest) -> OpenEngine:
@@ -31,7 +35,7 @@ def open_engine(request: EngineRequest) -> OpenEngine:
     """
     import torch
 
-    from deltawire.engines.following.opening import open_followed
+    from deltawire.engines.following.opening import open_followed, shape_of
     from deltawire.engines.sglang.sampler import SglangSampler
     from deltawire.engines.sglang.server import SglangServer
 
@@ -41,28 +45,5 @@ def open_engine(request: EngineRequest) -> OpenEngine:
             hint='set parity.routes = "off", or rollout.engine = "vllm"',
         )
     check_tensors(request.run.tensors)
-    with torch.device("meta"):
-        stop_tokens = request.stop_tokens(request.build_model())
-    start = partial(
-        SglangServer,
-        request.folder,
-        request.bucket.url,
-        public_key=pin_of(request.run),
-        slots=request.slots,
-        capacity=request.capacity,
-        precision=request.precision,
-        seed=request.seed,
-        threads=request.threads,
-        on_cpu=not torch.cuda.is_available(),
-    )
-
-    def sampler_of(path: str, version: int) -> SglangSampler:
-        return SglangSampler(
-            path,
-            stop_tokens=stop_tokens,
-            slots=request.slots,
-            capacity=request.capacity,
-            version=version,
-        )
-
-    return open_followed(request, start, sampler_of)
+    start = partial(SglangServer, on_cpu=not torch.cuda.is_available())
+    return open_followed(request, shape_of(request), start, SglangSampler)

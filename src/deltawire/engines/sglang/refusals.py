@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from deltawire.engines.following.parameter_sums import changes_after_loading
 from deltawire.engines.following.refusals import refuse_changed, refuse_unreached
-from deltawire.engines.sglang.postprocess_check import changes_after_loading
 from deltawire.errors import InputError
 from deltawire.placement.placement import Placement
 
@@ -16,9 +16,6 @@ LEAST = (0, 5, 21)
 
 ABSORBED = ("w_kc", "w_vc")
 """Tensors that latent attention derives from ``kv_b_proj`` after loading, outside of parameters."""
-
-REFUSAL = "this server follows a deltawire run, and only the run decides its weights"
-"""The answer to SGLang's own calls that would write other weights, or label them."""
 
 
 def refuse_version(found: str) -> None:

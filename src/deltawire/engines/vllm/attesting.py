@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import torch
 
+from deltawire.engines.following.parameter_sums import changes_after_loading
 from deltawire.engines.live_parts import AttestRequest, LivePart, RankParts
-from deltawire.engines.vllm.postprocess_check import changes_after_loading
 from deltawire.errors import DeltawireError, InputError
 from deltawire.placement.placement import Placement, Region, probe
 from deltawire.placement.reading import read_regions

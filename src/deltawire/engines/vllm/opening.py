@@ -9,10 +9,8 @@ from typing import Any
 from deltawire.engines.base import EVERYTHING, EngineRequest, OpenEngine, Truncation
 from deltawire.engines.cache_size import token_bytes
 from deltawire.engines.following.environment import engine_python
-from deltawire.engines.following.routed_experts import experts_of
 from deltawire.engines.vllm.adapter_names import slot_flags
 from deltawire.errors import InputError
-from deltawire.wire.roles import pin_of
 from deltawire.wire.run import TensorSpec
 
 BLOCK = 128
@@ -35,44 +33,16 @@ def open_engine(request: EngineRequest) -> OpenEngine:
     Raises what `open_followed` raises, and `InputError` if there is no vLLM, or if it cannot serve
     the run's adapter.
     """
-    import torch
-
-    from deltawire.engines.following.opening import open_followed
+    from deltawire.engines.following.opening import open_followed, shape_of
     from deltawire.engines.vllm.sampler import VllmSampler
     from deltawire.engines.vllm.server import VllmServer
 
     mode = logprobs_mode(request.truncation, request.temperature)
     slot = slot_flags(request.run.tensors)
-    with torch.device("meta"):
-        model: Any = request.build_model()
-    experts = experts_of(model.config) if request.record_routes else None
-    start = partial(
-        VllmServer,
-        request.folder,
-        request.bucket.url,
-        public_key=pin_of(request.run),
-        slots=request.slots,
-        capacity=request.capacity,
-        cache_bytes=cache_bytes(model.config, slots=request.slots, capacity=request.capacity),
-        precision=request.precision,
-        seed=request.seed,
-        threads=request.threads,
-        logprobs_mode=mode,
-        routes=experts is not None,
-        slot=slot,
-    )
-
-    def sampler_of(path: str, version: int) -> VllmSampler:
-        return VllmSampler(
-            path,
-            stop_tokens=request.stop_tokens(model),
-            slots=request.slots,
-            capacity=request.capacity,
-            version=version,
-            experts=experts,
-        )
-
-    return open_followed(request, start, sampler_of)
+    model = shape_of(request)
+    cache = cache_bytes(model.config, slots=request.slots, capacity=request.capacity)
+    start = partial(VllmServer, cache_bytes=cache, logprobs_mode=mode, slot=slot)
+    return open_followed(request, model, start, VllmSampler)
 
 
 def logprobs_mode(truncation: Truncation, temperature: float) -> str:

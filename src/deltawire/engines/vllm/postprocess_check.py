@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 
-from deltawire.engines.following.parameter_sums import differences, parameter_sums
+from deltawire.engines.following.parameter_sums import parameter_sums, record_changes
 from deltawire.engines.vllm.settings import in_use_here
-
-_CHANGES = "_deltawire_changes"
-"""The attribute of a model that holds its changes after loading."""
 
 
 def install() -> None:
@@ -24,13 +21,6 @@ def install() -> None:
     base_loader.process_weights_after_loading = recording
 
 
-def changes_after_loading(model: torch.nn.Module) -> dict[str, str] | None:
-    """Returns the parameters of more than one element that vLLM changed after loading, and how;
-    None if post-processing was not observed."""
-    found: dict[str, str] | None = model.__dict__.get(_CHANGES)
-    return found
-
-
 def _recording(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -39,6 +29,6 @@ def _recording(original: Callable[..., None]) -> Callable[..., None]:
             return
         before = parameter_sums(model)
         original(model, *args, **kwargs)
-        model.__dict__[_CHANGES] = differences(before, parameter_sums(model))
+        record_changes(model, before)
 
     return process_weights_after_loading

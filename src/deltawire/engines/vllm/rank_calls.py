@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from deltawire.engines.following.rank_group import RankGroup
+from deltawire.engines.following.rank_reports import report_rank
 from deltawire.engines.following.rank_weights import Answer, RankWeights
 from deltawire.engines.following.settings import FollowSettings
 from deltawire.engines.vllm.adapter_names import adapter_tensors
 from deltawire.engines.vllm.adapter_slot import AdapterSlot, read_settings
 from deltawire.engines.vllm.refusals import refuse
 from deltawire.errors import DeltawireError, InputError
-from deltawire.runtime.reader_report import ReaderReporter
 from deltawire.store import Bucket
 from deltawire.wire.run import Run
 
 _RANK = "_deltawire_rank"
 """The attribute of a model that holds its `RankWeights`: some callers have only the model."""
-_REPORTER = "_deltawire_reporter"
 
 
 def keep_rank(model: torch.nn.Module, rank: RankWeights) -> None:
@@ -77,33 +74,8 @@ def open_rank(model: torch.nn.Module, vllm_config: Any, settings: FollowSettings
         open_slot=lambda bucket, run: _open_slot(model, bucket, run),
         context=_Reentered(lambda: set_current_vllm_config(vllm_config)),
     )
-    if settings.report:
-        _report(model, rank)
+    report_rank(model, rank, "vllm")
     return rank
-
-
-def _report(model: torch.nn.Module, rank: RankWeights) -> None:
-    """Reports what a rank holds, in place of a rank that the model had before."""
-    if (before := model.__dict__.get(_REPORTER)) is not None:
-        before.stop()
-    found, last = weakref.ref(rank), (-1, "")
-
-    def state() -> tuple[int, str]:
-        nonlocal last
-        if (held := found()) is not None:
-            last = held.version, held.status()["failure"]
-        return last
-
-    reporter = ReaderReporter(
-        rank.subscriber.bucket,
-        "vllm",
-        name=f"vllm-{os.getpid()}-rank-{rank.peers.number}",
-        state=state,
-    )
-    model.__dict__[_REPORTER] = reporter
-    # An engine in this process may end long before the process does.
-    weakref.finalize(rank, reporter.stop).atexit = False
-    reporter.start()
 
 
 def _open_slot(model: torch.nn.Module, bucket: Bucket, run: Run) -> AdapterSlot | None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from deltawire.engines.following.parameter_sums import changes_after_loading
 from deltawire.engines.following.refusals import refuse_changed, refuse_unreached
-from deltawire.engines.vllm.postprocess_check import changes_after_loading
 from deltawire.errors import InputError
 from deltawire.placement.placement import Placement
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from deltawire.engines.following.engine_server import EngineServer
-from deltawire.engines.following.environment import engine_python
 from deltawire.engines.following.routed_experts import FLAG
-
-ARGUMENTS = "DELTAWIRE_VLLM_ARGS"
+from deltawire.engines.vllm.settings import SECTION
 
 
 class VllmServer(EngineServer):
     """A ``vllm serve`` process for the model files in ``folder``, with weights from the run.
 
-    ``slot`` are the arguments for a run with an adapter. The environment variable `ARGUMENTS` adds
-    to its command line. See `EngineServer`.
+    ``slot`` are the arguments for a run with an adapter. See `EngineServer`.
     """
 
     def __init__(
@@ -38,21 +33,17 @@ class VllmServer(EngineServer):
         routes: bool = False,
         slot: Sequence[str] = (),
     ) -> None:
-        python = engine_python("vllm")
-        super().__init__("vLLM")
-        settings = json.dumps(
-            {"deltawire": {"run": run, "public_key": public_key, "follow": False}}
-        )
+        super().__init__("vLLM", "vllm", run, public_key)
         command = [
-            python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
+            self.python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
             "--uds", self.socket, "--load-format", "dummy", "--skip-tokenizer-init",
             "--generation-config", "vllm", "--dtype", precision, "--enforce-eager",
             "--max-model-len", str(capacity), "--max-num-seqs", str(slots),
             "--kv-cache-memory-bytes", str(cache_bytes), "--seed", str(seed % 2**32),
             "--logprobs-mode", logprobs_mode, "--enable-scale-out",
             "--disable-log-stats", "--uvicorn-log-level", "warning",
-            "--additional-config", settings, *([FLAG] if routes else []), *slot,
-            *shlex.split(os.environ.get(ARGUMENTS, "")),
+            "--additional-config", f'{{"{SECTION}": {self.settings}}}',
+            *([FLAG] if routes else []), *slot, *self.more,
         ]  # fmt: skip
         self.start(command, _environment(threads))
 
