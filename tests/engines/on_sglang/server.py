@@ -12,8 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from planting import ANSWERS, encoded
 
 START_WITHIN_S = 1500
 """Seconds; half a minute on two quiet cores, 7 minutes were seen with 40 busy processes on them."""
@@ -25,8 +28,17 @@ class Answer:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    spans: tuple[tuple[str, int, int], ...]
+    spans: tuple[tuple[int, int, int], ...]
     cached: int
+
+
+def planted(folder, entry):
+    """A folder for ``PYTHONPATH`` with a plugin of SGLang, loaded before deltawire's."""
+    information = folder / "aaa_planting-0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: aaa-planting\nVersion: 0\n")
+    (information / "entry_points.txt").write_text(f"[sglang.srt.plugins]\naaa = {entry}\n")
+    return folder
 
 
 class Connection(http.client.HTTPConnection):
@@ -43,17 +55,24 @@ class Connection(http.client.HTTPConnection):
 
 
 class Server:
-    """An SGLang server for ``model`` that follows ``run``, if there is one; a context manager."""
+    """An SGLang server for ``model`` that follows ``run``, if there is one; a context manager.
 
-    def __init__(self, model, *arguments, run=None, plants=None, **settings):
+    ``plants`` is the entry point of a further plugin.
+    """
+
+    caches = True
+
+    def __init__(self, model, *arguments, run=None, plants="planting:register", **settings):
         self.folder = tempfile.TemporaryDirectory(prefix="dw-sglang-test-")
         self.path = str(Path(self.folder.name) / "http")
         self.log = Path(self.folder.name) / "log"
         environment = dict(os.environ)
         if run is not None:
             environment["DELTAWIRE_FOLLOW"] = json.dumps({"run": run, **settings})
-        if plants is not None:
-            environment["PYTHONPATH"] = str(plants)
+            folders = [planted(Path(self.folder.name) / "plants", plants), *sys.path[:3]]
+            environment["PYTHONPATH"] = os.pathsep.join(
+                [*map(str, folders), environment.get("PYTHONPATH", "")]
+            )
         with self.log.open("wb") as log:
             self.process = self._started(model, arguments, environment, log)
 
@@ -129,6 +148,28 @@ class Server:
         body = {"method": method, "args": [str(one) for one in arguments]}
         return self.call("/collective_rpc", body)["results"][0]
 
+    def attest(self):
+        """Have the live bits of all ranks checked."""
+        return self.engine_call("deltawire_attest")
+
+    def plant(self, fault, *args):
+        """A fault of `planting`: what each rank says of it."""
+        self.call("/set_internal_state", {"server_args": encoded(fault, *args)})
+        return self.call("/server_info", method="GET")["internal_states"][0][ANSWERS]
+
+    def close(self):
+        """End it."""
+        self.end()
+
+    def abandon(self):
+        """Let go of what has died."""
+        self.end()
+
+    def generate(self, prompts, *, tokens=24):
+        """Greedy answers to prompts that run at the same time."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda prompt: self.answer(prompt, tokens=tokens), prompts))
+
     def status(self):
         """The engine's own word."""
         return self.engine_call("deltawire_status")
@@ -164,6 +205,10 @@ class Server:
         return Answer(
             tuple(given["output_ids"]),
             tuple(one[0] for one in about["output_token_logprobs"]),
-            tuple((s["version"], s["start"], s["end"]) for s in about.get("weight_versions", ())),
+            tuple(
+                (int(s["version"]), s["start"], s["end"])
+                for s in about.get("weight_versions", ())
+                if s["version"] != "default"
+            ),
             about["cached_tokens"],
         )

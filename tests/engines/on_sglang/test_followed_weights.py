@@ -1,15 +1,24 @@
 """An SGLang server that follows a run serves the trainer's bits, whatever fails."""
 
-import itertools
 import json
 import sys
 import threading
 import time
 
-import numpy as np
 import pytest
+from drills import (  # noqa: F401  (its tests are run here too)
+    cover,
+    prompts,
+    test_a_corrupt_blob_is_never_served_and_the_next_anchor_is_followed,
+    test_a_failing_rank_holds_all_back_and_the_next_try_succeeds,
+    test_a_swap_finds_a_flipped_bit_where_it_writes_and_repairs_it,
+    test_no_prompt_uses_the_cache_of_older_weights,
+    test_one_flipped_bit_is_found_on_the_rank_that_holds_it,
+    test_swaps_every_second_under_load_lose_no_request,
+    whole,
+)
 from server import Server
-from shapes import VOCABULARY, Trainer, build
+from shapes import Trainer, build
 
 from deltawire.store import open_bucket
 
@@ -27,23 +36,18 @@ def trainer(tmp_path_factory, family):
 
 
 @pytest.fixture(scope="module")
+def engine(server):
+    """The server, as `drills` calls it."""
+    return server
+
+
+@pytest.fixture(scope="module")
 def server(trainer, arguments, request):
     with Server(
         trainer.model, "--load-format", "dummy", *arguments,
         run=trainer.publisher.bucket.url, in_flight=request.config.getoption("in_flight"),
     ) as server:  # fmt: skip
         yield server
-
-
-def prompts(count, *, length=70, seed=0):
-    """Prompts of random tokens."""
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCABULARY, length).tolist() for _ in range(count)]
-
-
-def whole(answer, version):
-    """True if a single version made the answer."""
-    return answer.spans == ((str(version), 0, len(answer.tokens)),)
 
 
 class Load:
@@ -98,17 +102,15 @@ def test_each_version_is_attested_while_requests_run(server, trainer, request):
             assert status["failure"] == ""
             pauses.append(status["last_swap"]["engine_ms"])
             if number % 5 == 0:
-                found = server.engine_call("deltawire_attest")
+                found = server.attest()
                 assert found["sound"], found["ranks"]
                 attested += 1
-            load.wait_for(lambda v=str(version): any(a.spans[-1][0] == v for a in load.answers))
+            load.wait_for(lambda v=version: any(a.spans[-1][0] == v for a in load.answers))
     seconds = time.monotonic() - began
     first = {}
     for answer in load.answers:
         assert len(answer.tokens) == 16
-        assert answer.spans[0][1] == 0
-        assert answer.spans[-1][2] == 16
-        assert all(a[2] == b[1] for a, b in itertools.pairwise(answer.spans))
+        assert cover(answer)
         first.setdefault(answer.spans[0][0], []).append(answer)
     figures = {
         "versions": count,
@@ -138,17 +140,6 @@ def test_a_served_version_answers_as_a_server_newly_loaded_with_it(
     assert [(a.tokens, a.logprobs) for a in served] == [(a.tokens, a.logprobs) for a in expected]
 
 
-def test_no_prompt_uses_the_cache_of_older_weights(server, trainer):
-    (question,) = prompts(1, seed=1)
-    server.answer(question)
-    assert server.answer(question).cached >= 60
-    server.reach(trainer.publish())
-    after = server.answer(question)
-    assert after.cached == 0
-    assert whole(after, trainer.version)
-    assert server.answer(question).cached >= 60
-
-
 def test_a_sequence_kept_over_a_swap_shares_nothing_with_later_ones(server, trainer):
     (question,) = prompts(1, seed=2, length=40)
     with Load(server, question, clients=1, tokens=200) as load:
@@ -159,41 +150,19 @@ def test_a_sequence_kept_over_a_swap_shares_nothing_with_later_ones(server, trai
     mixed = next(answer for answer in load.answers if len(answer.spans) > 1)
     later = server.answer([*question, *mixed.tokens[:150]])
     assert whole(later, trainer.version)
-    if mixed.spans[0][0] != str(trainer.version):
+    if mixed.spans[0][0] != trainer.version:
         assert later.cached <= 40 + 200
         again = server.answer([*question, *mixed.tokens[:150]])
         assert again.tokens == later.tokens
-
-
-def test_a_corrupt_blob_is_never_served_and_the_next_anchor_is_followed(server, trainer):
-    bucket = trainer.publisher.bucket
-    server.reach(trainer.version)
-    held = trainer.version
-    before = server.answer(prompts(1)[0])
-    known = set(bucket.list("weights/blobs/"))
-    trainer.publish()
-    damaged = held + 1
-    fresh_blobs = set(bucket.list("weights/blobs/")) - known
-    assert fresh_blobs
-    for key in fresh_blobs:
-        blob = bytearray(bucket.get(key, limit=1 << 30))
-        blob[len(blob) // 2] ^= 16
-        bucket.put(key, bytes(blob))
-    assert str(damaged) in server.fail()
-    status, text = server.ask("/deltawire", method="GET")
-    assert status == 503
-    assert json.loads(text)["version"] == held
-    assert server.answer(prompts(1)[0]).tokens == before.tokens
-    while trainer.version % 10:
-        trainer.publish()
-    server.reach(trainer.version)
-    assert server.ask("/deltawire", method="GET")[0] == 200
 
 
 def test_calls_that_would_write_other_weights_are_refused_by_name(server, trainer):
     server.reach(trainer.version)
     digest = server.status()["digest"]
     status, text = server.ask("/update_weights_from_disk", {"model_path": str(trainer.model)})
+    assert status == 400
+    assert "follows a deltawire run" in json.loads(text)["message"]
+    status, text = server.ask("/weights_checker", {"action": "reset_tensors"})
     assert status == 400
     assert "follows a deltawire run" in json.loads(text)["message"]
     for path, body in {
@@ -203,8 +172,21 @@ def test_calls_that_would_write_other_weights_are_refused_by_name(server, traine
         status, text = server.ask(path, body)
         assert status == 409
         assert "follows a deltawire run" in json.loads(text)["error"]
-    assert server.engine_call("deltawire_attest")["sound"]
+    assert server.attest()["sound"]
     assert server.status()["digest"] == digest
+
+
+def test_the_readiness_call_says_whether_the_run_is_followed(server, trainer):
+    server.reach(trainer.version)
+    assert server.ask("/deltawire", method="GET")[0] == 200
+    server.engine_call("deltawire_want", 9999)
+    assert "9999" in server.fail()
+    status, text = server.ask("/deltawire", method="GET")
+    assert status == 503
+    assert json.loads(text)["version"] == trainer.version
+    server.engine_call("deltawire_want", trainer.version)
+    server.reach(trainer.publish())
+    assert server.ask("/deltawire", method="GET")[0] == 200
 
 
 def test_its_own_calls_keep_working(server, trainer):

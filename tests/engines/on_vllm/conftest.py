@@ -2,10 +2,15 @@
 
 import importlib.util
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
-HERE = os.path.dirname(__file__)  # noqa: PTH120
+HERE = Path(__file__).parent
+FOLLOWED = str(HERE.parent / "followed")
+sys.path.insert(1, FOLLOWED)
+pytest.register_assert_rewrite("drills")
 
 SPEC = importlib.util.find_spec("vllm")  # tests/engines/vllm is a folder of that name.
 collect_ignore_glob = [] if SPEC is not None and SPEC.origin is not None else ["*.py"]
@@ -17,7 +22,7 @@ os.environ.update(
     TORCHDYNAMO_DISABLE="1",  # nothing is compiled for a few tokens
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
-    PYTHONPATH=os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]),
+    PYTHONPATH=os.pathsep.join([str(HERE), FOLLOWED, os.environ.get("PYTHONPATH", "")]),
 )
 
 
@@ -63,3 +68,19 @@ def ranks(request):
         # One rank needs no separate process, and so no second import of everything.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return count
+
+
+@pytest.fixture(scope="session")
+def adapter(parallel):
+    """True if versions are those of a LoRA adapter."""
+    return parallel["adapter"]
+
+
+@pytest.fixture
+def start(ranks, parallel):
+    """Starts an engine on a trainer's run."""
+    from engine import Engine
+
+    return lambda trainer: Engine(
+        trainer.model, ranks=ranks, run=trainer.publisher.bucket.url, **parallel
+    )

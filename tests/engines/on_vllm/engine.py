@@ -7,7 +7,7 @@ import json
 import time
 from dataclasses import dataclass
 
-from shapes import LAYERS, VOCABULARY
+from shapes import LAYERS
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,19 @@ class Engine:
     def call(self, method, *args):
         """``collective_rpc``: a dictionary of each rank, or of the engine for its own methods."""
         return self.llm.collective_rpc(method, args=args)
+
+    def plant(self, fault, *args):
+        """A fault of `planting`: what each rank says of it."""
+        return self.call(fault, *args)
+
+    def attest(self):
+        """Have the live bits of all ranks checked."""
+        return self.call("deltawire_attest")[0]
+
+    @property
+    def caches(self):
+        """True if vLLM caches prefixes for this model here."""
+        return self.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
 
     def load_adapter(self, folder):
         """Have vLLM load an adapter in its own way, and answer with it."""
@@ -164,11 +177,3 @@ def _answer(output):
         step[token].logprob for step, token in zip(given.logprobs, given.token_ids, strict=True)
     )
     return Answer(tuple(given.token_ids), logprobs, spans, output.num_cached_tokens or 0)
-
-
-def prompts(count, *, length=70, seed=0):
-    """Prompts of random tokens, long enough to fill blocks of the cache."""
-    import numpy as np
-
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCABULARY, length).tolist() for _ in range(count)]

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from engine import Engine, prompts
+from drills import prompts
+from engine import Engine
 from shapes import LAYERS, Trainer, build
 
 from deltawire.errors import InputError

@@ -9,7 +9,7 @@ import time
 import urllib.request
 
 import pytest
-from engine import prompts
+from drills import prompts
 from shapes import Trainer, build
 from test_served_over_http import Server
 

@@ -6,7 +6,7 @@ import time
 import urllib.error
 
 import pytest
-from engine import prompts
+from drills import prompts
 from served import Server, adapter_arguments
 from shapes import Trainer, build
 

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from engine import prompts
+from drills import prompts
 from served import Server, adapter_arguments
 from shapes import Trainer, build
 
