@@ -12,6 +12,8 @@ class FakeVllm:
     """The HTTP calls of a vLLM server with the plugin, over a real mirror. ``fails`` makes loads
     fail, ``lies`` makes it state a wrong digest; ``cancelled`` is set when a request is."""
 
+    engine = "vllm"
+
     def __init__(self, bucket, run, version=0):
         self.bucket, self.run = bucket, run
         self.mirror = load_mirror(bucket, run, at=version)
@@ -41,6 +43,7 @@ class FakeVllm:
                 self.mirror = load_mirror(self.bucket, self.run, at=self.wanted)
         digest = "0" * 32 if self.lies else self.mirror.digest.hex()
         status = {
+            "engine": self.engine,
             "version": self.mirror.version,
             "wanted": self.wanted,
             "phase": "serving",

@@ -98,9 +98,16 @@ class TokenReplica(FakeVllm):
         if (body.get("stream_options") or {}).get("include_usage"):
             usage = {"id": "c", "choices": [], "usage": {"total_tokens": 6}}
             await answer.write(b"data: %s\n\n" % json.dumps(usage).encode())
+        for event in self.last(body):
+            await answer.write(b"data: %s\n\n" % json.dumps(event).encode())
         await answer.write(b"data: [DONE]\n\n")
         await answer.write_eof()
         return answer
+
+    def last(self, body):
+        """Returns what ends the stream that answers ``body``."""
+        del body
+        return []
 
     def whole(self, body, count, ids):
         rows = []
@@ -125,6 +132,32 @@ class TokenReplica(FakeVllm):
     def stated(self, body):
         """Returns an object of an answer as this replica states it."""
         return body
+
+
+class SglangReplica(TokenReplica):
+    """States tokens of chats as SGLang does, and refuses vLLM's way for streams."""
+
+    engine = "sglang"
+
+    async def chat(self, request):
+        body = await request.json()
+        if body.get("return_token_ids"):
+            return web.json_response({"error": {"message": "not supported"}}, status=400)
+        return await super().chat(request)
+
+    def last(self, body):
+        event = {"id": "c", "object": "chat.completion.chunk", "model": "m", "choices": []}
+        return [event | self.sglext(body)] if body.get("return_output_ids_in_sglext") else []
+
+    def sglext(self, body):
+        ids = [[100, 101, 102]] * (body.get("n") or 1)
+        return {"sglext": {"input_ids": PROMPT, "output_ids": ids}}
+
+    def whole(self, body, count, ids):
+        spans = [{"version": str(self.mirror.version), "start": 0, "end": 3}]
+        found = super().whole(body, count, ids)
+        found |= {"metadata": {"weight_version": spans[0]["version"], "weight_versions": spans}}
+        return found | (self.sglext(body) if body.get("return_output_ids_in_sglext") else {})
 
 
 def deployment_secret(bucket, run, generations=(GENERATION,)):

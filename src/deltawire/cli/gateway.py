@@ -1,4 +1,4 @@
-"""``deltawire gateway``: serves users through vLLM servers, with receipts and feedback."""
+"""``deltawire gateway``: serves users through vLLM or SGLang servers, with receipts and feedback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deltawire.cli.arguments import (
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declares the command."""
     parser = commands.add_parser(
-        "gateway", help="serve users through vLLM servers: receipts, feedback, hot-loading"
+        "gateway", help="serve users through vLLM or SGLang servers: receipts, feedback, hot-loading"
     )
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         required=True,
         metavar="URL",
-        help="the URL of a vLLM server; repeat it for several",
+        help="the URL of a vLLM or SGLang server; repeat it for several",
     )
     add_address(parser, port=8400)
     add_token_file(parser)

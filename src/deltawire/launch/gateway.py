@@ -1,4 +1,4 @@
-"""Serves users through vLLM servers, with receipts and feedback, until a signal comes."""
+"""Serves users through vLLM or SGLang servers, with receipts and feedback, until a signal comes."""
 
 from __future__ import annotations
 

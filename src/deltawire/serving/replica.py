@@ -10,11 +10,12 @@ from deltawire.serving.contract import CacheReset
 
 @dataclass(frozen=True)
 class HeldVersion:
-    """A replica's own statement: the version that it serves, and the digest that it attested, as 32
-    hexadecimal digits."""
+    """A replica's own statement: the version that it serves, the digest that it attested, as 32
+    hexadecimal digits, and which engine it is, if it says so."""
 
     version: int
     digest: str
+    engine: str = ""
 
 
 class Replica(Protocol):

@@ -1,4 +1,4 @@
-"""A replica that is a ``vllm serve`` with the deltawire plugin, controlled over HTTP."""
+"""A replica that is a server of vLLM or SGLang with the deltawire plugin, controlled over HTTP."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ LOAD_WITHIN_S = 3600.0
 
 
 class VllmReplica:
-    """Calls the ``/collective_rpc`` of a server that was started with
-    ``VLLM_SERVER_DEV_MODE=1`` and ``--additional-config '{"deltawire": {"follow": false, …}}'``.
+    """Calls the ``/collective_rpc`` of a vLLM that was started with ``VLLM_SERVER_DEV_MODE=1`` and
+    ``--additional-config '{"deltawire": {"follow": false, …}}'``, or of an SGLang with
+    ``DELTAWIRE_FOLLOW='{"follow": false, …}'``.
 
     ``key`` is the server's ``--api-key``. The caller owns the session.
     """
@@ -52,12 +53,12 @@ class VllmReplica:
         status = await self._call("deltawire_status")
         if status.version < 0:
             raise RetryError(f"replica {self.name} has not loaded a version yet")
-        return HeldVersion(status.version, status.digest)
+        return HeldVersion(status.version, status.digest, status.engine)
 
     async def load(self, version: int, *, cache: CacheReset) -> HeldVersion:
         """Has it prepare and swap, and waits until it has.
 
-        ``cache`` needs no action: vLLM's prefix cache is keyed by version, so new requests never
+        ``cache`` needs no action: the prefix cache is keyed by version, so new requests never
         reuse what an older one computed. Raises `ResyncError` with the engine's reason if it
         could not swap.
         """
@@ -68,7 +69,7 @@ class VllmReplica:
                 while True:
                     status = await self._call("deltawire_status")
                     if status.version == version:
-                        return HeldVersion(status.version, status.digest)
+                        return HeldVersion(status.version, status.digest, status.engine)
                     if status.failure and status.phase == "serving":
                         raise ResyncError(
                             f"replica {self.name} stays at version {status.version}: "
@@ -94,7 +95,7 @@ class VllmReplica:
                 if response.status != 200:
                     raise RetryError(
                         f"replica {self.name} answers {response.status} to {method}",
-                        hint="start it with VLLM_SERVER_DEV_MODE=1 and the deltawire plugin",
+                        hint="start it with the deltawire plugin, vLLM with VLLM_SERVER_DEV_MODE=1",
                     )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise RetryError(

@@ -42,6 +42,8 @@ class EngineStatus(msgspec.Struct):
     phase: str
     failure: str = ""
     digest: _Digest = ""
+    engine: Annotated[str, Meta(max_length=32)] = ""
+    """The engine's package; empty where it does not say."""
 
 
 class _Rank(msgspec.Struct):

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from deltawire.engines.following.settings import FollowSettings
 from deltawire.engines.following.version_watcher import POLL_EVERY_S, VersionWatcher
 from deltawire.errors import BugError, InputError, ResyncError
+from deltawire.runtime.reader_report import Kind
 from deltawire.store import Bucket, open_bucket
 
 RETRY_AFTER_S = 1.0
@@ -38,8 +39,10 @@ Phase = Literal["serving", "preparing", "ready"]
 class SwapController(ABC):
     """Moves an engine from version to version; an engine's own class says how it is asked.
 
-    ``settings`` is None until a call from outside names the run.
+    `ENGINE` is the engine's package. ``settings`` is None until a call from outside names the run.
     """
+
+    ENGINE: Kind
 
     def __init__(self, settings: FollowSettings | None) -> None:
         self.settings = settings
@@ -89,6 +92,7 @@ class SwapController(ABC):
         """Returns the version served, the one wanted, the last failure, and each rank's status."""
         ranks = self.call_ranks("status") if self.settings is not None else []
         return {
+            "engine": self.ENGINE,
             "version": self.version,
             "digest": ranks[0]["digest"] if ranks else "",
             "wanted": self.wanted,

@@ -22,6 +22,8 @@ class RankController(ReplicatedController):
     `ReplicatedController` raises.
     """
 
+    ENGINE = "sglang"
+
     def __init__(self, scheduler: Any, settings: FollowSettings) -> None:
         refuse_arguments(scheduler.server_args)
         self._scheduler = scheduler
@@ -40,7 +42,7 @@ class RankController(ReplicatedController):
             refuse=lambda placement: refuse(model, placement),
             open_slot=lambda _, run: check_tensors(run.tensors),
         )
-        report_rank(model, rank, "sglang")
+        report_rank(model, rank, self.ENGINE)
         return rank
 
     def wake(self) -> None:

@@ -100,6 +100,8 @@ class CoreController(SwapController):
     parallelism that it cannot update.
     """
 
+    ENGINE = "vllm"
+
     def __init__(self, core: Any, settings: FollowSettings | None) -> None:
         super().__init__(settings)
         self.core = core

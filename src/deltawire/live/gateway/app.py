@@ -38,7 +38,7 @@ from deltawire.live.gateway.answer_rows import ServedRequest
 from deltawire.live.gateway.engine_tokens import AnswerReader, ClientView
 from deltawire.live.gateway.events import DONE, EventSplitter, data_of
 from deltawire.live.gateway.recorder import Recorder
-from deltawire.live.gateway.requests import read_asked
+from deltawire.live.gateway.requests import for_engine, read_asked
 from deltawire.live.gateway.routing import ArmRouter
 from deltawire.live.gateway.shadow import RequestCopy, ShadowCopies, facts_of
 from deltawire.serving.app import (
@@ -276,6 +276,8 @@ class _LiveExchange:
         replicas, held = request.app[REPLICAS], member.held
         self._confirmed = lambda: replicas.confirm(member, held)
         self._version = None if held is None else held.version
+        if held is not None:
+            body = for_engine(body, held.engine, chat=self._served.asked.chat)
         try:
             async with call_replica(request, member, body) as upstream:
                 headers = headers_for(request, member, upstream)

@@ -2,8 +2,10 @@
 answer.
 
 vLLM states ids with ``return_token_ids``; the embedded engine also states the version of each
-token. Nothing is encoded again and nothing is filled in: whatever is missing makes the answer
-unusable for training.
+token. SGLang states them with each choice of a completion; for a chat, in ``sglext`` of the answer,
+and for a stream in an event after its last token; in ``metadata`` it states spans of versions, for
+its first choice. Nothing is encoded again and nothing is filled in: whatever is missing makes the
+answer unusable for training.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from deltawire.live.gateway.texts import flat_text
 LEAST_LOGPROB = -9999.0
 """vLLM's placeholder for a log-probability of minus infinity."""
 CONFIRMED = "confirmed"
-REVEALING = ("system_fingerprint", "weight_version", "weight_versions", "version")
+MAX_TOKENS = 1 << 24
+"""No answer has more tokens."""
+MAX_DIGITS = 15
+REVEALING = ("system_fingerprint", "weight_version", "weight_versions", "version", "metadata")
 """Members of an answer by which engines tell which weights drew it."""
 _THOUGHTS = ("reasoning_content", "reasoning")
 _KNOWN = frozenset({"role", "content", "tool_calls", *_THOUGHTS})
@@ -119,6 +124,20 @@ class AnswerReader:
         for row in body.get("choices") or ():
             if isinstance(row, dict) and isinstance(row.get("index", 0), int):
                 self._read(row, self.choices.setdefault(row.get("index", 0), ChoiceTokens()))
+        self._read_sglang(body)
+
+    def _read_sglang(self, body: dict[str, Any]) -> None:
+        stated = body.get("sglext")
+        if isinstance(stated, dict):
+            if _are_ids(stated.get("input_ids")):
+                self.prompt = stated["input_ids"]
+            for index, ids in enumerate(stated.get("output_ids") or ()):
+                choice = self.choices.setdefault(index, ChoiceTokens())
+                choice.ids, choice.missing = ids, False  # `ChoiceTokens.fault` checks the members.
+        about = body.get("metadata")
+        spans = about.get("weight_versions") if isinstance(about, dict) else None
+        if isinstance(spans, list) and list(self.choices) == [0]:
+            self.choices[0].versions = _versions_of(spans)
 
     def _read(self, row: dict[str, Any], choice: ChoiceTokens) -> None:
         if "prompt_token_ids" in row and _are_ids(row["prompt_token_ids"]):
@@ -153,6 +172,21 @@ class AnswerReader:
             choice.logprobs += logprobs
         if row.get("finish_reason"):
             choice.finish = str(row["finish_reason"])[:32]
+
+
+def _versions_of(spans: list[Any]) -> list[int]:
+    """Returns the version of each token; nothing if the spans do not follow one another."""
+    versions: list[int] = []
+    for span in spans:
+        if not isinstance(span, dict):
+            return []
+        version, end = span.get("version"), span.get("end")
+        if not isinstance(version, str) or not version.isdecimal() or len(version) > MAX_DIGITS:
+            return []
+        if span.get("start") != len(versions) or not isinstance(end, int) or end > MAX_TOKENS:
+            return []
+        versions += [int(version)] * (end - len(versions))
+    return versions
 
 
 def _drawn_in(found: Any) -> tuple[list[str], list[float]]:
@@ -208,6 +242,9 @@ class ClientView:
         if not self.ids:
             body.pop("prompt_token_ids", None)
             body.pop("prompt_text", None)
+            only_ids = body.pop("sglext", None) is not None and not body.get("choices")
+            if only_ids and not body.get("usage"):
+                return None
         if not self.reveal:
             for name in REVEALING:
                 body.pop(name, None)

@@ -69,6 +69,17 @@ class AskedAnswer:
         return msgspec.json.encode(self.body)
 
 
+def for_engine(body: bytes, engine: str, *, chat: bool) -> bytes:
+    """Returns a replica's body in the words of its engine: SGLang's chat endpoint states tokens
+    under other names, and refuses those of vLLM for streams."""
+    if engine != "sglang" or not chat:
+        return body
+    asked = msgspec.json.decode(body)
+    if asked.pop("return_token_ids", False):
+        asked |= {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
+    return msgspec.json.encode(asked)
+
+
 def read_asked(data: bytes, *, chat: bool, defaults: RequestDefaults) -> AskedAnswer:
     """Reads a request; raises `InputError` for a body that is not a JSON object, also one that a
     replica's more tolerant parser would take: its answer would have no receipt."""

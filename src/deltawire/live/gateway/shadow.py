@@ -27,6 +27,7 @@ from deltawire.live.capture.guardrails import SILENT, AnswerFacts, touches
 from deltawire.live.capture.marks import marks_of
 from deltawire.live.gateway.engine_tokens import AnswerReader
 from deltawire.live.gateway.events import DONE, EventSplitter, data_of
+from deltawire.live.gateway.requests import for_engine
 from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
 from deltawire.wire.captures import FAILED, ShadowCounts
 from deltawire.wire.decisions import Decision
@@ -157,7 +158,7 @@ class ShadowCopies:
         held = member.held
         try:
             async with asyncio.timeout(WITHIN_S):
-                facts = await self._ask(member, request)
+                facts = await self._ask(member, request, held.engine)
         except aiohttp.ClientConnectorError as error:
             raise DroppedCopy("no_replica") from error
         except (aiohttp.ClientError, TimeoutError):
@@ -166,15 +167,16 @@ class ShadowCopies:
             raise DroppedCopy("changed")
         return facts
 
-    async def _ask(self, member: TrackedReplica, request: RequestCopy) -> AnswerFacts:
+    async def _ask(self, member: TrackedReplica, request: RequestCopy, engine: str) -> AnswerFacts:
         clock = asyncio.get_running_loop().time
         began, first_s = clock(), 0.0
         reader, splitter, size, done = AnswerReader(), EventSplitter(), 0, False
         whole = bytearray()
         url = f"{member.replica.base_url}{request.path}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+        body = for_engine(request.body, engine, chat=request.path.endswith("/chat/completions"))
         async with self._session.post(
-            url, data=request.body, headers=self._headers, timeout=timeout, allow_redirects=False
+            url, data=body, headers=self._headers, timeout=timeout, allow_redirects=False
         ) as upstream:
             if upstream.status >= SERVER_ERROR:
                 return AnswerFacts(finish=FAILED, first_s=clock() - began)

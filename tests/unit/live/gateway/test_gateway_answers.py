@@ -3,16 +3,31 @@
 import asyncio
 import contextlib
 import json
+import re
 
 import aiohttp
 import openai
 import pytest
-from live_gateway import ADMIN, GENERATION, KEYS, PROMPT, TOKEN, WORDS, live_serving, published
+from live_gateway import (
+    ADMIN,
+    GENERATION,
+    KEYS,
+    PROMPT,
+    TOKEN,
+    WORDS,
+    SglangReplica,
+    TokenReplica,
+    live_serving,
+    published,
+)
 
 from deltawire.live.feedback.client import RECEIPT_HEADER, receipt_of
+from deltawire.live.gateway.engine_tokens import AnswerReader
 from deltawire.testing.tiny import start_run
 from deltawire.wire.captures import FAILED
 from deltawire.wire.receipts import hash_tokens, read_receipt
+
+RECEIPT = re.compile(rb"dw2\.[\w.-]+")
 
 
 @pytest.fixture
@@ -137,6 +152,62 @@ def test_usage_and_what_the_client_asked_for_are_kept(serve):
         assert data.count(b'"logprob"') == 3
 
     serve(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sglangs_answers_are_captured_and_look_like_vllms(serve, bucket, stream):
+    shown = []
+
+    async def scenario(at):
+        status, data, _ = await at.ask(stream=stream)
+        assert status == 200
+        text = RECEIPT.sub(b"RECEIPT", data)
+        shown.append(text)
+        (*_, row), _ = await at.uploaded()
+        assert not row.unusable
+        assert row.prompt_ids.tolist() == PROMPT
+        assert row.token_ids.tolist() == [100, 101, 102]
+        assert row.token_logprobs.tolist() == [-0.5] * 3
+        assert row.token_versions.tolist() == [0] * 3
+
+    serve(scenario, replica=TokenReplica)
+    serve(scenario, replica=SglangReplica)
+    assert shown[0] == shown[1]
+
+
+def test_versions_that_sglang_states_count_more_than_what_it_held(serve, bucket):
+    class Swapping(SglangReplica):
+        def whole(self, body, count, ids):
+            found = super().whole(body, count, ids)
+            spans = [("0", 0, 1), ("2", 1, 3)]
+            found["metadata"]["weight_versions"] = [
+                {"version": version, "start": start, "end": end} for version, start, end in spans
+            ]
+            return found
+
+    async def scenario(at):
+        at.fake.swap_to = 2
+        assert opened(await at.receipt(), bucket).spans == [(0, 1), (2, 2)]
+
+    serve(scenario, replica=Swapping)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        "x", ["x"], [{"version": "default", "start": 0, "end": 3}],
+        [{"version": "1", "start": 1, "end": 3}], [{"version": "1", "start": 0, "end": 1 << 40}],
+        [{"version": "9" * 99, "start": 0, "end": 3}], [{"version": "1", "start": 0, "end": -2}],
+    ],
+)  # fmt: skip
+def test_spans_that_contradict_the_tokens_do_not_count(spans):
+    reader = AnswerReader()
+    body = {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}
+    reader.read(
+        body | {"sglext": {"output_ids": [[1, 2, 3]]}, "metadata": {"weight_versions": spans}}
+    )
+    assert reader.choices[0].versions == []
+    assert reader.choices[0].ids == [1, 2, 3]
 
 
 def test_without_consent_nothing_is_stored_and_the_receipt_says_so(serve, bucket):
