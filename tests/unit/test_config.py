@@ -207,7 +207,6 @@ def test_what_sglang_does_not_serve_is_refused():
     adapter = {"adapter": {"kind": "lora"}}
     assert "does not serve adapters" in refusal({**raw, "train": adapter})
     parse_config({**raw, "train": {**adapter, "exporter": "merged"}}, source="s")
-    assert "expert routes" in refusal({**raw, "parity": {"routes": "record"}})
 
 
 def test_vllm_cannot_truncate_at_another_temperature():

@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--left",
         default="transformers:bf16:decode",
         metavar="ENGINE",
-        help="draws the tokens: transformers[:eager][:bf16][:decode], vllm[:bf16]",
+        help="draws the tokens: transformers[:eager][:bf16][:decode], vllm[:bf16], sglang[:bf16]",
     )
     parser.add_argument(
         "--right",

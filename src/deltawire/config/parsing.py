@@ -342,8 +342,6 @@ def _sglang_fault(config: RunConfig) -> tuple[str, str] | None:
             f"{where} serve adapters",
             'set rollout.engine = "vllm", or train.exporter = "merged"',
         )
-    if config.parity.routes != "off":
-        return f"{where} record expert routes", 'set rollout.engine = "vllm", or routes = "off"'
     return None
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 SCORERS = {
+    "sglang": "deltawire.parity.sglang_scorer",
     "transformers": "deltawire.parity.transformers_scorer",
     "vllm": "deltawire.parity.vllm_scorer",
 }

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections import deque
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
-from deltawire.engines.base import EngineRequest, Sampling, Truncation
+from deltawire.engines.base import Sampling, Truncation
 from deltawire.engines.following.http_calls import Refusing
 from deltawire.engines.following.parameter_sums import changes_after_loading
 from deltawire.engines.following.refusals import refuse_changed
 from deltawire.engines.following.replicated_controller import Command
 from deltawire.engines.following.settings import from_environment
-from deltawire.engines.registry import check_tensors, open_engine
+from deltawire.engines.registry import check_tensors
 from deltawire.engines.sglang import FOLLOW, hooks, http_calls, plugin, postprocess_check, refusals
 from deltawire.engines.sglang.in_flight import DONE, InFlight
 from deltawire.engines.sglang.sampler import SglangSampler
@@ -132,13 +134,6 @@ def test_an_adapter_is_refused_before_a_server_starts() -> None:
     check_tensors("sglang", [TensorSpec("model.norm.weight", (4,), "BF16")])
     with pytest.raises(InputError, match=r"q_proj\.lora_A"):
         check_tensors("sglang", [TensorSpec("q_proj.lora_A.weight", (4, 4), "BF16")])
-
-
-def test_expert_routes_are_refused_before_a_server_starts() -> None:
-    request: Any = SimpleNamespace(record_routes=True)
-    assert set(vars(request)) <= set(EngineRequest.__dataclass_fields__)
-    with pytest.raises(InputError, match="expert choices"):
-        open_engine("sglang", request)
 
 
 class Scheduler:
@@ -276,6 +271,27 @@ def test_an_answer_is_read_with_its_versions() -> None:
         "max_new_tokens": 4, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.0,
         "stop_token_ids": [2],
     }  # fmt: skip
+
+
+ROUTES = np.array([[[1, 0], [2, 3]]] * 4, "<i4")
+
+
+def test_expert_choices_are_read() -> None:
+    sampler = SglangSampler("/nowhere", experts=(4, 2), **SAMPLER)  # type: ignore[arg-type]
+    told = base64.b64encode(ROUTES.tobytes()).decode()
+    sampling = Sampling(max_tokens=4)
+    assert sampler.body([1], sampling)["return_routed_experts"]
+    found = sampler.completion(answer(routed_experts=told), [1], sampling)
+    assert [part.tolist() for part in found.routes] == [ROUTES.tolist()]
+    assert found.experts == 4
+    for wrong, error, named in [
+        (None, InputError, "SGLang does not return"),
+        (told[:-12], CorruptError, "cannot be read"),
+        (base64.b64encode((ROUTES + 3).tobytes()).decode(), CorruptError, "outside"),
+        (base64.b64encode((ROUTES * 0).tobytes()).decode(), CorruptError, "twice"),
+    ]:
+        with pytest.raises(error, match=named):
+            sampler.completion(answer(routed_experts=wrong), [1], sampling)
 
 
 @pytest.mark.parametrize(

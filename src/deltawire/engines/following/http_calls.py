@@ -30,8 +30,8 @@ class EngineCalls(ABC):
     answered with 409; an engine's own class reaches its ranks."""
 
     def __init__(self, app: Any, forbidden: frozenset[str]) -> None:
-        app.router.add_route("/collective_rpc", self._call, methods=["POST"])
-        app.router.add_route("/deltawire", self._health, methods=["GET"])
+        app.router.add_route("/collective_rpc", self.call, methods=["POST"])
+        app.router.add_route("/deltawire", self.health, methods=["GET"])
         app.add_middleware(Refusing, forbidden=forbidden)
 
     @abstractmethod
@@ -42,7 +42,8 @@ class EngineCalls(ABC):
     async def status(self) -> dict[str, Any]:
         """Returns the status of the controller, and as ``attested`` its last check."""
 
-    async def _call(self, request: Any) -> Any:
+    async def call(self, request: Any) -> Any:
+        """Answers ``/collective_rpc``."""
         body = await request.json()
         method, arguments = body.get("method"), body.get("args") or []
         if method not in (STATUS, WANT, ATTEST):
@@ -56,7 +57,8 @@ class EngineCalls(ABC):
         status = await self.status()
         return _json({"results": [status["attested"] if method == ATTEST else status]}, 200)
 
-    async def _health(self, _request: Any) -> Any:
+    async def health(self, _request: Any) -> Any:
+        """Answers ``/deltawire``."""
         status = await self.status()
         told = {name: status[name] for name in ("version", "digest", "wanted", "phase", "failure")}
         return _json(told, 503 if status["failure"] or status["version"] < 0 else 200)

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from deltawire.engines.base import Completion, OnToken, Sampling
 from deltawire.engines.following.engine_client import ANSWER_WITHIN_S, MAX_ANSWER_BYTES, excerpt
-from deltawire.engines.following.routed_experts import route_bytes
+from deltawire.engines.following.routed_experts import read_routes, route_bytes
 from deltawire.errors import CorruptError, InputError, ResyncError
 
 BYTES_A_TOKEN = 1024
@@ -61,6 +61,8 @@ class RemoteSampler(ABC):
 
     ENGINE: str
     GENERATE: str
+    ROUTES_ARE_FILES = True
+    """See `read_routes`."""
 
     def __init__(
         self,
@@ -184,6 +186,20 @@ class RemoteSampler(ABC):
         self, data: bytes | bytearray, prompt: list[int], sampling: Sampling
     ) -> Completion:
         """Reads an answer; raises `CorruptError` if it contradicts itself."""
+
+    def with_routes(self, drawn: Completion, told: str | None, prompt: list[int]) -> Completion:
+        """Adds the expert choices that an answer tells, if the run records them; raises
+        `InputError` and `CorruptError` as `read_routes` does."""
+        if self.experts is not None:
+            routes = read_routes(
+                told,
+                positions=len(prompt) + len(drawn.tokens) - 1,
+                experts=self.experts,
+                engine=self.ENGINE,
+                is_file=self.ROUTES_ARE_FILES,
+            )
+            drawn.routes, drawn.experts = [routes], self.experts[0]
+        return drawn
 
     async def _request(self, prompt: list[int], sampling: Sampling) -> Completion:
         data = bytearray()

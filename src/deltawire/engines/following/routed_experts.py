@@ -1,9 +1,10 @@
 """Reads the expert choices that an engine returns with an answer.
 
-Started with ``--enable-return-routed-experts``, vLLM adds ``routed_experts`` to each choice of
-``/inference/v1/generate``: base64 of a ``.npy`` file of unsigned integers, with the shape [tokens
-of the prompt and the answer − 1, layers, experts chosen], since the last token was not read. It is
-null if vLLM does not know them.
+Started with ``--enable-return-routed-experts``, engines add ``routed_experts`` to an answer:
+choices of the shape [tokens of the prompt and the answer − 1, layers, experts chosen], since the
+last token was not read. vLLM gives each choice of ``/inference/v1/generate`` base64 of a ``.npy``
+file of unsigned integers, or null if it does not know them; SGLang gives ``meta_info`` of
+``/generate`` base64 of int32 in little-endian order, for every layer, with zeros for dense ones.
 """
 
 from __future__ import annotations
@@ -34,29 +35,41 @@ def experts_of(config: Any) -> tuple[int, int]:
     )
     if not 1 <= chosen <= count:
         raise InputError(
-            f"{type(config).__name__} names no experts whose choices vLLM could tell",
+            f"{type(config).__name__} names no experts whose choices an engine could tell",
             hint='set parity.routes = "off"',
         )
     return count, chosen
 
 
-def read_routes(told: str | None, *, positions: int, experts: tuple[int, int]) -> NDArray[np.int32]:
+def read_routes(
+    told: str | None,
+    *,
+    positions: int,
+    experts: tuple[int, int],
+    engine: str = "vLLM",
+    is_file: bool = True,
+) -> NDArray[np.int32]:
     """Returns the choices, int32[positions, layers, chosen].
 
-    Raises `InputError` if vLLM returned none, `CorruptError` unless they are choices for that many
-    positions among ``experts``, all different for a token and layer.
+    ``is_file`` says that they are a ``.npy`` file, not plain int32. Raises `InputError` if
+    ``engine`` returned none, `CorruptError` unless they are choices for that many positions among
+    ``experts``, all different for a token and layer.
     """
     if told is None:
         raise InputError(
-            "vLLM does not return its expert choices",
-            hint=f'use a vLLM with {FLAG}, or set parity.routes = "off"',
+            f"{engine} does not return its expert choices",
+            hint=f'use a version of {engine} with {FLAG}, or set parity.routes = "off"',
         )
     count, chosen = experts
     try:
         data = base64.b64decode(told, validate=True)
-        found: Any = np.load(io.BytesIO(data), allow_pickle=False)
+        found: Any = (
+            np.load(io.BytesIO(data), allow_pickle=False)
+            if is_file
+            else np.frombuffer(data, "<i4").reshape(positions, -1, chosen)
+        )
     except (binascii.Error, ValueError, EOFError, OSError) as error:
-        raise CorruptError(f"vLLM's expert choices cannot be read: {error}") from error
+        raise CorruptError(f"{engine}'s expert choices cannot be read: {error}") from error
     if (
         not isinstance(found, np.ndarray)
         or found.dtype.kind not in "ui"
@@ -67,13 +80,13 @@ def read_routes(told: str | None, *, positions: int, experts: tuple[int, int]) -
     ):
         shape = getattr(found, "shape", None)
         raise CorruptError(
-            f"vLLM's expert choices have the shape {shape}, not [{positions}, layers, {chosen}]"
+            f"{engine}'s expert choices have the shape {shape}, not [{positions}, layers, {chosen}]"
         )
     routes = found.astype(np.int32)
     if routes.min() < 0 or routes.max() >= count:
-        raise CorruptError(f"vLLM chose an expert outside the model's {count}")
+        raise CorruptError(f"{engine} chose an expert outside the model's {count}")
     if (np.diff(np.sort(routes, axis=2), axis=2) == 0).any():
-        raise CorruptError("vLLM chose an expert twice for one token")
+        raise CorruptError(f"{engine} chose an expert twice for one token")
     return routes
 
 

@@ -31,8 +31,12 @@ REFUSED = {
     "update_weights_from_tensor": "UpdateWeightsFromTensorReqOutput",
     "update_weights_from_ipc": "UpdateWeightsFromIPCReqOutput",
     "begin_weight_update": "BeginWeightUpdateReqOutput",
+    "check_weights": "CheckWeightsReqOutput",
 }
 """SGLang's own calls that write weights, and the type of their answers."""
+
+READS = frozenset({"checksum", "snapshot", "compare"})
+"""The actions of ``check_weights`` that write none."""
 
 _held: list[RankController] = []
 """The controller of this process, once its scheduler has one."""
@@ -157,7 +161,7 @@ def after_state(result: Any, *_args: Any) -> None:
 
 def _refusing(answer: str) -> Callable[..., Any]:
     def refuse(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-        if not _held:
+        if not _held or getattr(request, "action", "") in READS:
             return original(updater, request)
         from sglang.srt.managers import io_struct
 

@@ -22,6 +22,9 @@ FORBIDDEN = frozenset(
 def install() -> None:
     """Adds the calls in the process that serves HTTP, which is no child of another."""
     if MODULE in sys.modules or multiprocessing.parent_process() is None:
+        from sglang.srt.utils.auth import AuthLevel, auth_level
+
+        auth_level(AuthLevel.ADMIN_OPTIONAL)(EngineCalls.call)
         SglangCalls(importlib.import_module(MODULE).app, FORBIDDEN)
 
 

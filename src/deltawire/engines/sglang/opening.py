@@ -39,11 +39,6 @@ def open_engine(request: EngineRequest) -> OpenEngine:
     from deltawire.engines.sglang.sampler import SglangSampler
     from deltawire.engines.sglang.server import SglangServer
 
-    if request.record_routes:
-        raise InputError(
-            "deltawire does not read the expert choices that SGLang returns",
-            hint='set parity.routes = "off", or rollout.engine = "vllm"',
-        )
     check_tensors(request.run.tensors)
     start = partial(SglangServer, on_cpu=not torch.cuda.is_available())
     return open_followed(request, shape_of(request), start, SglangSampler)

@@ -19,6 +19,7 @@ class _About(msgspec.Struct):
     finish_reason: _Reason
     weight_versions: list[VersionSpan]
     output_token_logprobs: list[tuple[float, Place, Any]]
+    routed_experts: str | None = None
 
 
 class _SglangAnswer(msgspec.Struct):
@@ -32,6 +33,7 @@ class SglangSampler(RemoteSampler):
 
     ENGINE = "SGLang"
     GENERATE = "/generate"
+    ROUTES_ARE_FILES = False
 
     def body(self, prompt: list[int], sampling: Sampling) -> dict[str, Any]:
         """See `RemoteSampler.body`."""
@@ -40,21 +42,23 @@ class SglangSampler(RemoteSampler):
             "max_new_tokens": sampling.max_tokens, "temperature": sampling.temperature,
             "top_p": top_p, "top_k": top_k or -1, "min_p": min_p, "stop_token_ids": self.stop,
         }  # fmt: skip
-        return {"input_ids": prompt, "sampling_params": parameters, "return_logprob": True}
+        body = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": True}
+        return body if self.experts is None else {**body, "return_routed_experts": True}
 
     def completion(
         self, data: bytes | bytearray, prompt: list[int], sampling: Sampling
     ) -> Completion:
         """See `RemoteSampler.completion`."""
-        del prompt
         found = read_answer(data, _SglangAnswer, "a request", self.ENGINE)
-        entries = found.meta_info.output_token_logprobs
-        return checked(
+        about = found.meta_info
+        entries = about.output_token_logprobs
+        completion = checked(
             self.ENGINE,
             found.output_ids,
             [logprob for logprob, _, _ in entries],
             [token for _, token, _ in entries],
-            found.meta_info.weight_versions,
-            reason=found.meta_info.finish_reason.type,
+            about.weight_versions,
+            reason=about.finish_reason.type,
             sampling=sampling,
         )
+        return self.with_routes(completion, about.routed_experts, prompt)

@@ -10,7 +10,6 @@ from msgspec import Meta
 from deltawire.engines.base import Completion, Sampling
 from deltawire.engines.following.engine_client import read_answer
 from deltawire.engines.following.remote_sampler import Place, RemoteSampler, VersionSpan, checked
-from deltawire.engines.following.routed_experts import read_routes
 
 
 class _Logprob(msgspec.Struct):
@@ -66,8 +65,4 @@ class VllmSampler(RemoteSampler):
             reason=choice.finish_reason,
             sampling=sampling,
         )
-        if self.experts is not None:
-            positions = len(prompt) + len(completion.tokens) - 1
-            routes = read_routes(choice.routed_experts, positions=positions, experts=self.experts)
-            completion.routes, completion.experts = [routes], self.experts[0]
-        return completion
+        return self.with_routes(completion, choice.routed_experts, prompt)
