@@ -1,4 +1,4 @@
-"""What every engine that follows a run withstands.
+"""Drills that each engine that follows a run must pass.
 
 Each engine's folder imports these tests. Its fixtures are ``engine``, which answers by
 `generate(prompts, tokens=N)`, `status`, `reach`, `fail`, `attest` and `plant`, ``trainer``,
