@@ -17,6 +17,7 @@ import leases
 import ledgers
 import worlds
 from compactions import compaction
+from copied_forks import copied_forks
 from erasures import erasures, first_time, once_a_look
 from exploring import Bounds, Found, World, explore
 from ledgers import consumption
@@ -25,6 +26,7 @@ from relays import relays
 from stepping import ScriptedBucket
 
 from deltawire.errors import CorruptError, InputError
+from deltawire.launch.branches import forking
 from deltawire.live.capture.uploader import SpoolUploader
 from deltawire.live.capture.uploader import _without as without
 from deltawire.live.erasure import forgetting
@@ -104,6 +106,7 @@ CASES = [
     Case("retention, a tag", worlds.tags, Bounds(), small=True),
     Case("retention, a tag, bad answers", worlds.tags, Bounds(1, kinds=BAD)),
     Case("retention, a tag, no answer", worlds.tags, Bounds(1, kinds=NO_ANSWER)),
+    Case("retention, a fork that is copied", copied_forks, Bounds(), small=True),
     Case("leases of two processes", leases.leases, Bounds(1), small=True),
     Case("leases of three processes", partial(leases.leases, 3), Bounds(1)),
     Case("a relay, a writer, a reader", partial(relays, reading=True), Bounds(), small=True),
@@ -302,6 +305,10 @@ BROKEN = [
     Broken(
         "a tag whose writer does not look at the floors", worlds.tags, Bounds(),
         "which a tag needs", (_patch(tags, "listed_twice", _no_floors),),
+    ),
+    Broken(
+        "a fork that copies a version without a tag", copied_forks, Bounds(),
+        "retention deleted what it needs", (_patch(forking, "add_tag", lambda *_, **__: None),),
     ),
     Broken(
         "a process that takes any lease for its own", leases.leases, Bounds(), "took lease",
