@@ -20,7 +20,6 @@ from benchmarks.training.rank_runs import Start, begin, digests, run_starts
 from deltawire.store import Bucket, open_bucket
 from deltawire.train.checkpoint import MAX_COMMIT_BYTES, Commit
 from deltawire.wire import keys
-from deltawire.wire.objects import decode_json
 
 VERSIONS = 18
 
@@ -60,7 +59,7 @@ def last_state(bucket: Bucket, version: int) -> dict[str, list[str]]:
     key = keys.checkpoint_commit(version)
     raw = bucket.get(key, limit=MAX_COMMIT_BYTES)
     assert raw is not None, "there is no checkpoint of the last version"
-    tensors = decode_json(raw, Commit, run=bucket.url, key=key).tensors
+    tensors = Commit.decode(raw, run=bucket.url, key=key).tensors
     return {name: [chunk.hash for chunk in entry.chunks] for name, entry in tensors.items()}
 
 

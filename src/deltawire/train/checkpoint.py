@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.export.shards import local_part
 from deltawire.store import Bucket, RetryingBucket
-from deltawire.sync.chain.evidence import listed_twice
+from deltawire.sync.chain.evidence import listed_twice, unreadable
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.train.checkpoint_storage import (
     BucketReader,
@@ -41,6 +41,8 @@ from deltawire.train.checkpoint_storage import (
     TensorEntry,
     WholeLoadPlanner,
     bytes_of,
+    pack_table,
+    unpack_table,
 )
 from deltawire.train.parallel import TrainerMesh
 from deltawire.wire import keys
@@ -55,15 +57,31 @@ KEPT = 2
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """Commits a state: its tensors, in shards of ``ranks`` processes. ``digest`` is that of the
-    weights published at ``version`` of the run ``run``."""
+    weights published at ``version`` of the run ``run``. The object in the bucket has the tensors in
+    ``table``; those of earlier releases have them in ``tensors``."""
 
     format: int = FORMAT
     run: Annotated[str, Meta(max_length=64)] = ""
     version: Index
     digest: Annotated[str, Meta(max_length=32)]
     ranks: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
-    tensors: Annotated[dict[str, TensorEntry], Meta(max_length=MAX_TENSORS)]
+    tensors: Annotated[dict[str, TensorEntry], Meta(max_length=MAX_TENSORS)] = {}
+    table: bytes = b""
     ledger: Ledger
+
+    def encode(self) -> bytes:
+        """Returns the bytes of the object."""
+        packed = msgspec.structs.replace(self, tensors={}, table=pack_table(self.tensors))
+        return encode_json(packed)
+
+    @classmethod
+    def decode(cls, data: bytes, *, run: str, key: str) -> Commit:
+        """Reads an object's bytes; raises `CorruptError`."""
+        found = decode_json(data, cls, run=run, key=key)
+        if not found.table:
+            return found
+        tensors = unpack_table(found.table, limit=MAX_COMMIT_BYTES, run=run, key=key)
+        return msgspec.structs.replace(found, tensors=tensors, table=b"")
 
 
 class CheckpointWriter:
@@ -147,7 +165,7 @@ class CheckpointWriter:
         def finish(tensors: dict[str, TensorEntry]) -> None:
             self._confirm()
             whole = msgspec.structs.replace(commit, tensors=tensors)
-            self._bucket.put(keys.checkpoint_commit(commit.version), encode_json(whole))
+            self._bucket.put(keys.checkpoint_commit(commit.version), whole.encode())
             _remove_old(self._bucket, keep)
 
         try:
@@ -213,6 +231,48 @@ def release_checkpoint(bucket: Bucket, version: int, *, keep: int = KEPT) -> Non
     bucket = RetryingBucket.over(bucket)
     bucket.delete(keys.checkpoint_kept(version))
     _remove_old(bucket, keep)
+
+
+def marked_intervals(
+    bucket: Bucket, *, so: str = "nothing was deleted"
+) -> dict[tuple[int, int], bool]:
+    """Lists the intervals that marks name, each as the versions at its ends, and whether they keep
+    it: both ends are marked. Raises `UnreadableError` for a mark that names no interval: what it
+    keeps is not known. ``so`` completes the message."""
+    found: dict[tuple[int, int], bool] = {}
+    for key in listed_twice(bucket, keys.CHECKPOINTS):
+        if not key.rpartition("/")[2].startswith(keys.INTERVAL_MARK):
+            continue
+        interval = keys.interval_of(key)
+        if interval is None:
+            error = CorruptError("a mark that names no interval", run=bucket.url, key=key)
+            raise unreadable(bucket, key, error, so=so)
+        found[interval] = interval in found
+    return found
+
+
+def kept_intervals(bucket: Bucket) -> set[tuple[int, int]]:
+    """Lists the intervals that are kept; raises as `marked_intervals`."""
+    return {interval for interval, kept in marked_intervals(bucket).items() if kept}
+
+
+def stored_twice(bucket: Bucket) -> set[int]:
+    """Returns the versions with a commit that one of two listings shows."""
+    return set(_committed(listed_twice(bucket, keys.CHECKPOINTS)))
+
+
+def needed_checkpoints(bucket: Bucket, keep: int) -> list[int]:
+    """Lists the versions whose states are among the last ``keep`` (0: all), or are kept by a mark
+    other than that of an interval, oldest first."""
+    listed = listed_twice(bucket, keys.CHECKPOINTS)
+    committed = _committed(listed)
+    marked = {
+        keys.trailing_number(key.rpartition("/")[0])
+        for key in listed
+        if keys.keeps_checkpoint(key) and keys.interval_of(key) is None
+    }
+    newest = committed[-keep:]
+    return [version for version in committed if version in newest or version in marked]
 
 
 def kept_checkpoints(bucket: Bucket) -> set[int]:
@@ -295,7 +355,7 @@ def _load(bucket: Bucket, state: Mapping[str, Tensor], version: int, *, run: str
     raw = bucket.get(key, limit=MAX_COMMIT_BYTES)
     if raw is None:
         raise CorruptError("a checkpoint's commit is missing", run=bucket.url, key=key)
-    commit = decode_json(raw, Commit, run=bucket.url, key=key)
+    commit = Commit.decode(raw, run=bucket.url, key=key)
     if commit.format != FORMAT or commit.version != version:
         raise CorruptError(
             f"format {commit.format}, version {commit.version}", run=bucket.url, key=key

@@ -7,6 +7,7 @@ a part; where each lies, and its BLAKE3, are plain data that the caller commits.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -91,6 +92,50 @@ class TensorEntry(msgspec.Struct, frozen=True):
             raise CorruptError(
                 f"the checkpoint does not fit the model at {name[:80]}", run=run, key=key
             )
+
+
+_Place = tuple[_Extent, _Extent, Index, Index]
+_Row = tuple[
+    Annotated[str, Meta(max_length=16)],
+    _Extent,
+    Annotated[list[_Place], Meta(max_length=MAX_CHUNKS)],
+]
+
+
+def pack_table(tensors: Mapping[str, TensorEntry]) -> bytes:
+    """Packs a table of tensors into about a fifth of its bytes as JSON: its rows, and the 32 bytes
+    of each shard's hash in their order, as MessagePack in zlib's format."""
+    rows = {
+        name: (
+            entry.dtype,
+            entry.shape,
+            [(one.offsets, one.sizes, one.part, one.start) for one in entry.chunks],
+        )
+        for name, entry in tensors.items()
+    }
+    hashes = (bytes.fromhex(one.hash) for entry in tensors.values() for one in entry.chunks)
+    return zlib.compress(msgspec.msgpack.encode((rows, b"".join(hashes))), 9)
+
+
+def unpack_table(table: bytes, *, limit: int, run: str, key: str) -> dict[str, TensorEntry]:
+    """Returns the tensors of `pack_table`; raises `CorruptError` for a table that is damaged, or of
+    more than ``limit`` bytes."""
+    try:
+        inflater = zlib.decompressobj()
+        data = inflater.decompress(table, limit)
+        if not inflater.eof:
+            raise CorruptError("a table of tensors is cut short or too large", run=run, key=key)
+        rows, packed = msgspec.msgpack.decode(data, type=tuple[dict[str, _Row], bytes])
+    except (zlib.error, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptError(f"a table of tensors: {error}", run=run, key=key) from error
+    shards = sum(len(places) for _, _, places in rows.values())
+    if len(packed) != 32 * shards:
+        raise CorruptError("a table of tensors has no hash for each shard", run=run, key=key)
+    hashes = (packed[at : at + 32].hex() for at in range(0, 32 * shards, 32))
+    return {
+        name: TensorEntry(dtype, shape, [StoredShard(*one, next(hashes)) for one in places])
+        for name, (dtype, shape, places) in rows.items()
+    }
 
 
 class StagedPlanner(DefaultSavePlanner):

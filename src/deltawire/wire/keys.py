@@ -29,6 +29,8 @@ TOMBSTONES = "ended/"
 LEASES = "leases/"
 CHALLENGES = "challenges/"
 CHECKPOINTS = "checkpoints/"
+INTERVAL_MARK = "interval-"
+"""Begins the name of a mark in a checkpoint's folder that keeps an interval."""
 EVENTS = "events/"
 ROLES = "roles/"
 ARCHIVE = "archive/"
@@ -272,6 +274,25 @@ def checkpoint_forked(version: int, fork: str) -> str:
     return f"{CHECKPOINTS}{_number(version)}/{_fork_mark(fork)}"
 
 
+def checkpoint_interval(version: int, other: int) -> str:
+    """Returns the key whose object keeps the trainer's state at ``version``, one end of an interval
+    whose other end is ``other``, and with the same mark there the groups between them."""
+    return f"{CHECKPOINTS}{_number(version)}/{INTERVAL_MARK}{_number(other)}"
+
+
+def interval_of(key: str) -> tuple[int, int] | None:
+    """Returns both ends of the interval that a mark keeps, the earlier one first; None for any
+    other key."""
+    folder, _, name = key.removeprefix(CHECKPOINTS).partition("/")
+    other = trailing_number(name.removeprefix(INTERVAL_MARK))
+    version = trailing_number(folder)
+    if version is None or other is None or version == other:
+        return None
+    if key != checkpoint_interval(version, other):
+        return None
+    return min(version, other), max(version, other)
+
+
 def proof_salt(worker: str, sequence: int) -> str:
     """Returns the key of the random bytes in the commitment to a worker's group."""
     return f"{PROOF_SALTS}{_checked(worker)}/{_number(sequence)}"
@@ -294,7 +315,7 @@ def _fork_mark(fork: str) -> str:
 def keeps_checkpoint(key: str) -> bool:
     """Returns whether an object in a checkpoint's folder keeps it from being removed."""
     name = key.rpartition("/")[2]
-    return name == "kept" or name.startswith("fork-")
+    return name == "kept" or name.startswith(("fork-", INTERVAL_MARK))
 
 
 def role(name: str) -> str:

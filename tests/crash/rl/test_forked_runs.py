@@ -27,7 +27,6 @@ from deltawire.train import checkpoint
 from deltawire.train.checkpoint import checkpoint_versions
 from deltawire.wire import keys
 from deltawire.wire.lineage import Forgotten
-from deltawire.wire.objects import decode_json
 
 TRAIN = {
     "groups_per_step": 1, "max_staleness": 99, "versions": 4, "checkpoint_every": 2,
@@ -163,7 +162,7 @@ def assert_has_state(made):
     """All parts that the fork's commit names are read, here or above."""
     fork = open_bucket(made.url)
     key = keys.checkpoint_commit(made.version)
-    commit = decode_json(fork.get(key, limit=1 << 24), checkpoint.Commit, run=made.url, key=key)
+    commit = checkpoint.Commit.decode(fork.get(key, limit=1 << 24), run=made.url, key=key)
     parts = {keys.checkpoint_part(made.version, n) for n in range(commit.ranks)}
     assert [part for part in parts if fork.get(part, limit=1 << 30) is None] == []
 

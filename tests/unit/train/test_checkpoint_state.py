@@ -1,6 +1,10 @@
 """Checkpoints: what was saved comes back to the bit, and a damaged one is passed over."""
 
+import base64
 import threading
+import tracemalloc
+import zlib
+from random import Random
 
 import msgspec
 import pytest
@@ -12,12 +16,15 @@ from deltawire.train import checkpoint, checkpoint_storage
 from deltawire.train.checkpoint import (
     KEPT,
     CheckpointWriter,
+    Commit,
     load_checkpoint,
     save_checkpoint,
 )
+from deltawire.train.checkpoint_storage import StoredShard, TensorEntry
 from deltawire.train.masters import MasterWeights
 from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
+from deltawire.wire.objects import encode_json
 
 
 @pytest.fixture(params=["memory", "folder"])
@@ -113,6 +120,21 @@ def flip(bucket, key):
     bucket.put(key, bytes(data))
 
 
+def edit_table(bucket, edit):
+    """Changes the bytes of the newest commit's table."""
+    raw = msgspec.json.decode(bucket.get(COMMIT, limit=1 << 20))
+    raw["table"] = edit(base64.b64decode(raw["table"]))
+    bucket.put(COMMIT, msgspec.json.encode(raw))
+
+
+def edit_hashes(bucket, edit):
+    def packed(table):
+        rows, hashes = msgspec.msgpack.decode(zlib.decompress(table))
+        return zlib.compress(msgspec.msgpack.encode((rows, edit(hashes))))
+
+    edit_table(bucket, packed)
+
+
 STATE, COMMIT = keys.checkpoint_part(8, 0), keys.checkpoint_commit(8)
 
 DAMAGE = {
@@ -129,9 +151,16 @@ DAMAGE = {
     "commit of another format": lambda bucket: bucket.put(
         COMMIT, bucket.get(COMMIT, limit=1 << 20).replace(b'"format":1', b'"format":2')
     ),
-    "commit lies about the size": lambda bucket: bucket.put(
-        COMMIT, bucket.get(COMMIT, limit=1 << 20).replace(b'"sizes":[', b'"sizes":[9')
+    "commit without a table": lambda bucket: edit_table(bucket, lambda _: b""),
+    "table cut": lambda bucket: edit_table(bucket, lambda table: table[:-1]),
+    "table flipped": lambda bucket: edit_table(
+        bucket, lambda table: table[:9] + bytes([table[9] ^ 1]) + table[10:]
     ),
+    "table of other types": lambda bucket: edit_table(
+        bucket, lambda _: zlib.compress(msgspec.msgpack.encode(({"w": ["float32"]}, b"")))
+    ),
+    "table with a hash too few": lambda bucket: edit_hashes(bucket, lambda all_: all_[:-32]),
+    "table with a hash too many": lambda bucket: edit_hashes(bucket, lambda all_: all_ + bytes(32)),
 }
 
 
@@ -153,25 +182,80 @@ def test_when_all_are_damaged_there_is_none(bucket):
         checkpoint._load(bucket, blank(), 8, run="")
 
 
-@pytest.mark.parametrize("lie", ["shape", "dtype", "box", "hole", "name"])
-def test_a_table_that_does_not_fit_is_passed_over(bucket, lie):
+@pytest.mark.parametrize("before", [False, True], ids=["packed", "of an earlier release"])
+@pytest.mark.parametrize("lie", ["shape", "dtype", "box", "size", "hole", "name"])
+def test_a_table_that_does_not_fit_is_passed_over(bucket, lie, before):
     """A commit is sealed by nothing: whatever it says, no memory is read or written outside."""
     save(bucket, 4)
     save(bucket, 8)
-    commit = msgspec.json.decode(bucket.get(COMMIT, limit=1 << 20))
-    entry = commit["tensors"]["master/w"]
+    commit = Commit.decode(bucket.get(COMMIT, limit=1 << 20), run="", key=COMMIT)
+    tensors = msgspec.to_builtins(commit.tensors)
+    entry = tensors["master/w"]
     if lie == "shape":
         entry["shape"] = [3, 5]
     elif lie == "dtype":
         entry["dtype"] = "bfloat16"
     elif lie == "box":
         entry["chunks"][0]["offsets"] = [1, 0]
+    elif lie == "size":
+        entry["chunks"][0]["sizes"] = [95, 3]
     elif lie == "hole":
         entry["chunks"] = []
     else:
-        commit["tensors"]["master/v"] = commit["tensors"].pop("master/w")
-    bucket.put(COMMIT, msgspec.json.encode(commit))
+        tensors["master/v"] = tensors.pop("master/w")
+    lying = msgspec.structs.replace(
+        commit, tensors=msgspec.convert(tensors, dict[str, TensorEntry])
+    )
+    bucket.put(COMMIT, encode_json(lying) if before else lying.encode())
     assert load(bucket, 8)[0].version == 4
+
+
+def test_a_table_of_an_earlier_release_is_read(bucket):
+    save(bucket, 8)
+    commit = Commit.decode(bucket.get(COMMIT, limit=1 << 20), run="", key=COMMIT)
+    bucket.put(COMMIT, encode_json(commit))
+    assert b'"chunks":[{' in bucket.get(COMMIT, limit=1 << 20)
+    found, tensors = load(bucket, 8)
+    assert found == commit
+    same(tensors, state(8))
+
+
+def test_a_table_is_not_unpacked_beyond_the_limit(bucket, monkeypatch):
+    """Some kilobytes unpack to gigabytes: no more than the limit is ever held."""
+    save(bucket, 4)
+    save(bucket, 8)
+    edit_table(bucket, lambda _: zlib.compress(bytes(64 << 20)))
+    monkeypatch.setattr(checkpoint, "MAX_COMMIT_BYTES", 1 << 20)
+    tracemalloc.start()
+    try:
+        assert load(bucket, 8)[0].version == 4
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_commit_of_a_real_models_state_is_small():
+    """With the tensors of SmolLM2-135M: as JSON the table has 253 kB, most of a fork's 100 kB."""
+    parts = [
+        *(f"self_attn.{one}_proj" for one in "qkvo"),
+        *(f"mlp.{one}_proj" for one in ("gate", "up", "down")),
+        "input_layernorm",
+        "post_attention_layernorm",
+    ]
+    names = [f"model.layers.{layer}.{part}.weight" for layer in range(30) for part in parts]
+    names += ["model.embed_tokens.weight", "model.norm.weight"]
+    random = Random(0)
+    tensors = {}
+    for number, kind in enumerate(("master", "adam/step", "adam/exp_avg", "adam/exp_avg_sq")):
+        for place, name in enumerate(names):
+            shape = [] if number == 1 else [1536, 576]
+            hashed = "ab" * 32 if number == 1 else random.randbytes(32).hex()
+            shard = StoredShard([0] * len(shape), shape, number, place * 3538944, hashed)
+            tensors[f"{kind}/{name}"] = TensorEntry("float32", shape, [shard])
+    commit = Commit(version=100, digest="ab" * 16, tensors=tensors, ledger=Ledger())
+    assert len(encode_json(commit)) > 250_000
+    assert len(data := commit.encode()) < 48_000
+    assert Commit.decode(data, run="", key="") == commit
 
 
 def test_a_checkpoint_of_another_run_is_refused(bucket):

@@ -19,7 +19,6 @@ from deltawire.sync import read_manifest
 from deltawire.train.checkpoint import MAX_COMMIT_BYTES, Commit, save_checkpoint
 from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
-from deltawire.wire.objects import decode_json, encode_json
 from deltawire.wire.run import Run
 
 
@@ -59,7 +58,7 @@ def give_state(
 
 def _commit(bucket: Bucket, data: bytes, version: int) -> Commit:
     key = keys.checkpoint_commit(version)
-    return decode_json(data, Commit, run=bucket.url, key=key)
+    return Commit.decode(data, run=bucket.url, key=key)
 
 
 def _share(
@@ -77,7 +76,7 @@ def _share(
     shared = msgspec.structs.replace(commit, run=forked.id, ledger=Ledger())
     if copied:
         copy_state(parent, place, shared)
-    place.put(keys.checkpoint_commit(version), encode_json(shared))
+    place.put(keys.checkpoint_commit(version), shared.encode())
     return True
 
 
