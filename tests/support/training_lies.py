@@ -140,6 +140,11 @@ def _set_seed(config: Metadata) -> None:
     config["seed"] = 99
 
 
+def patch_optimizer(bucket: Bucket, version: int) -> None:
+    """Sets the moments in the stored state of a version to 0."""
+    _edit_state(bucket, version, _no_moments)
+
+
 EDITS: dict[str, Callable[[Bucket], None]] = {
     "an exchanged group": lambda b: _edit_group(b, _other, hashed=False),
     "an exchanged group and its hash": lambda b: _edit_group(b, _other),
@@ -162,7 +167,7 @@ EDITS: dict[str, Callable[[Bucket], None]] = {
         b, LIE_AT, lambda one: msgspec.structs.replace(one, digest="1" + one.digest[1:])
     ),
     "a patched master in a stored state": lambda b: _edit_state(b, 2, _nudge_master),
-    "a patched optimizer in a stored state": lambda b: _edit_state(b, 2, _no_moments),
+    "a patched optimizer in a stored state": lambda b: patch_optimizer(b, 2),
 }
 """Lies told after the run, by name; ``b`` is its bucket."""
 

@@ -762,3 +762,16 @@ def test_a_run_with_a_fused_product_is_read_without_it():
     assert stored["train"]["adapter"]["packed_matmul"] == "fused"
     with pytest.raises(InputError, match=r"unknown key train\.adapter\.packed_matmul"):
         parse_config(stored, source="new.toml")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"train": {"ranks": 2}}, "steps of 2 ranks cannot be verified"),
+        ({"midtrain": {"streams": [{"path": "x.jsonl"}]}}, "mid-training has none"),
+    ],
+)
+def test_no_interval_is_kept_that_cannot_be_verified(values, says):
+    parse_config({"name": "r", "retain": {"proofs": 0}, **values}, source="test")
+    with pytest.raises(InputError, match=says):
+        parse_config({"name": "r", "retain": {"proofs": 2}, **values}, source="test")

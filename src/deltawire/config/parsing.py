@@ -104,6 +104,7 @@ def parse_config(raw: dict[str, Any], *, source: str, created_by: str = "") -> R
         config.live.release.contradiction(),
         config.midtrain.contradiction() if config.midtrain is not None else None,
         _scaffold_fault(config),
+        _proofs_fault(config),
         _budgets_fault(config),
         _stop_fault(config),
         _controller_fault(config),
@@ -232,6 +233,18 @@ def _budgets_fault(config: RunConfig) -> tuple[str, str] | None:
         reason = f"evaluate.budgets: the largest takes {needed} tokens with its answer"
         hint = "raise rollout.context, or leave out the largest budget"
         return f"{reason}, rollout.context = {config.rollout.context}", hint
+    return None
+
+
+def _proofs_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Finds why no interval can be kept for proofs, and what to do; None if it can."""
+    if not config.retain.proofs:
+        return None
+    if config.midtrain is not None:
+        return "retain.proofs keeps groups, and mid-training has none", "leave out retain.proofs"
+    if config.train.ranks > 1:
+        reason = f"retain.proofs: steps of {config.train.ranks} ranks cannot be verified"
+        return f"{reason}, as one process adds up in another order", "leave out retain.proofs"
     return None
 
 

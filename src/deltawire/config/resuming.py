@@ -76,6 +76,7 @@ RESUMABLE: Final[dict[str, str]] = {
     "retain.versions": "step",
     "retain.events_days": "step",
     "retain.checkpoints": "step",
+    "retain.proofs": "step",
     "workers.allow": "step",
     "workers.quota": "step",
     "trust.rescore_share": "step",

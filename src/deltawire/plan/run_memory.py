@@ -50,6 +50,8 @@ and their difference."""
 READ_WIDTHS, READ_HIDDEN = 3, 4
 """Arrays of the feed-forward's width, and of the model's, that a layer holds at a time while a
 prompt is read without gradients."""
+TOKEN_BYTES = 13
+"""Bytes of a token in a stored group: id, log-probability, version, and mask."""
 LEAST_ROWS, MOST_ROWS = 256, 4096
 
 
@@ -84,6 +86,10 @@ class RunMemory:
     """Bytes of a version that is stored whole."""
     checkpoint_bytes: int
     kept_checkpoints: int
+    proofs: int = 0
+    """Intervals that ``retain.proofs`` keeps."""
+    interval_bytes: int = 0
+    """The most bytes of one: two states, and its groups."""
 
     @property
     def total(self) -> float:
@@ -110,6 +116,11 @@ class RunMemory:
             f"a checkpoint: {self.checkpoint_bytes / 1e9:.2f} GB on disk, "
             f"{self.kept_checkpoints} are kept: {disk / 1e9:.2f} GB"
         )
+        if self.proofs:
+            found.append(
+                f"{self.proofs} intervals are kept for proofs: at most "
+                f"{self.proofs * self.interval_bytes / 1e9:.2f} GB"
+            )
         return found
 
 
@@ -142,6 +153,8 @@ def run_memory(model: Model, config: RunConfig) -> RunMemory | None:
         version_bytes=PUBLISHED * model.parameters,
         checkpoint_bytes=12 * trained,
         kept_checkpoints=_kept_checkpoints(config, 12 * trained),
+        proofs=min(config.retain.proofs, -(-train.versions // train.checkpoint_every)),
+        interval_bytes=2 * 12 * trained + train.checkpoint_every * step_tokens * TOKEN_BYTES,
     )
 
 

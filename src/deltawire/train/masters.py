@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
+from blake3 import blake3
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +29,7 @@ from deltawire.export.shards import LocalShard, box_of, local_part, rows_of_rank
 from deltawire.export.source import WeightSource, bits_of, open_source
 from deltawire.placement.live import published_names, saved_buffers
 from deltawire.sync.follow.mirror import Mirror
+from deltawire.train.checkpoint_storage import bytes_of
 from deltawire.train.dither import dither
 from deltawire.train.optimizer import Optimizer, StepSettings, open_optimizer
 from deltawire.train.parallel import TrainerMesh, device_of, open_mesh, shard_model
@@ -274,6 +276,20 @@ class MasterWeights:
         for name, buffer in saved_buffers(self.model).items():
             state[f"buffer/{name}"] = buffer
         return state
+
+    def state_hash(self) -> str:
+        """Returns the BLAKE3 of the `state`: for each tensor, in the order of names, its name,
+        dtype and shape as a line of JSON, and its bytes. Empty on several ranks, whose steps one
+        process does not compute again to the same bits.
+        """
+        if self.mesh.ranks > 1:
+            return ""
+        total = blake3(max_threads=torch.get_num_threads())
+        for name, tensor in sorted(self.state().items()):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            total.update(msgspec.json.encode([name, dtype, list(tensor.shape)]) + b"\n")
+            total.update(bytes_of(tensor.cpu()).data)
+        return total.hexdigest()
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:

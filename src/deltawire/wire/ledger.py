@@ -94,7 +94,9 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     that of the data after a step of mid-training; in reinforcement learning, the number of draws
     that were given out. With allocation, ``parts`` are the numbers of consecutive consumed groups
     that are one prompt's, and advantages are relative to all of them; empty, each group is one.
-    ``prompts`` records what was decided since the previous step.
+    ``prompts`` records what was decided since the previous step. ``state`` is the hash of masters
+    and optimizer after the step (`deltawire.train.masters.MasterWeights.state_hash`), in versions
+    that get a checkpoint.
     """
 
     step: Index = 0
@@ -108,6 +110,7 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     arithmetic: Annotated[str, Meta(max_length=256)] = ""
     parts: Annotated[list[Annotated[int, Meta(ge=1, le=1 << 16)]], Meta(max_length=1 << 20)] = []
     prompts: Annotated[list[PromptRecord], Meta(max_length=1 << 20)] = []
+    state: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
     def dropped_groups(self) -> Iterator[tuple[str, int]]:
         """Returns the dropped groups, each as (worker, sequence)."""

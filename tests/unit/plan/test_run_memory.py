@@ -156,3 +156,13 @@ def test_which_ends_of_a_run_store_its_state(versions, ended_at, size, stored):
     values = {"name": "t", "train": {"versions": versions, "checkpoint_every": 20}}
     config = parse_config(values, source="test")
     assert stores_last_state(config, ended_at, size) is stored
+
+
+def test_the_bytes_of_kept_intervals_are_stated(model):
+    """Two states each, and the groups of the versions between them, at 13 bytes a token."""
+    found = predicted(model, retain={"proofs": 3}, train={"versions": 200, "checkpoint_every": 10})
+    each = 2 * 12 * PARAMETERS + 10 * 4 * 8 * 128 * 13
+    assert (found.proofs, found.interval_bytes) == (3, each)
+    assert f"3 intervals are kept for proofs: at most {3 * each / 1e9:.2f} GB" in found.lines()
+    few = predicted(model, retain={"proofs": 30}, train={"versions": 25, "checkpoint_every": 10})
+    assert few.proofs == 3

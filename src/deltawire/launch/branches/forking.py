@@ -232,7 +232,9 @@ def _forked(manifest: Manifest, parent: Run, fork: Run, *, newest: bool) -> Mani
         metadata[FORK_RECORD] = msgspec.to_builtins(record)
         if STEP_RECORD in manifest.metadata:
             made = CommitMetadata.of(manifest.metadata, run=parent.name, version=manifest.version)
-            metadata |= CommitMetadata(step=made.step, position=made.position).to_dict()
+            metadata |= CommitMetadata(
+                step=made.step, position=made.position, state=made.state
+            ).to_dict()
     return msgspec.structs.replace(manifest, run=fork.id, metadata=metadata)
 
 

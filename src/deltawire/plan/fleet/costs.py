@@ -34,6 +34,8 @@ WAIT_S = 0.5
 """The pause of a store's pollers, `deltawire.store.Bucket.poll_s` of one that is not local."""
 TRAINER_WAIT_S = WAIT_S / 4
 """The pause between two polls of a trainer that waits for groups."""
+STATE_BYTES = 12
+"""Bytes of a trainer's state for each parameter: a master and Adam's moments, in float32."""
 EVENTS_S = 1.0
 """A process stores its events so often."""
 SEGMENT_BYTES = 300.0
@@ -178,6 +180,15 @@ def bill_of(request: PlanRequest, day: Day) -> Bill:
         _add_region(bill, request, region, day)
         _add_workers(bill, request, region, day)
     return bill
+
+
+def proof_bytes(request: PlanRequest, parameters: int) -> float:
+    """Returns the most bytes that ``retain.proofs`` keeps: two states of full training, 12 bytes a
+    parameter, and the groups of each interval."""
+    rollouts, trainer = request.rollouts, request.trainer
+    group = GROUP_BYTES + rollouts.group_size * rollouts.tokens * TOKEN_BYTES
+    groups = trainer.checkpoint_every * rollouts.batch / rollouts.group_size * group
+    return trainer.proofs * (2 * STATE_BYTES * parameters + groups)
 
 
 def unsettled_groups(request: PlanRequest) -> float:

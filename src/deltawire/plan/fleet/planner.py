@@ -15,7 +15,7 @@ import msgspec
 
 from deltawire.plan.architecture import Model
 from deltawire.plan.fleet.cold_start import ColdStart, cold_start
-from deltawire.plan.fleet.costs import DAY_S, Bill, CostLine, Day, bill_of, engines_of
+from deltawire.plan.fleet.costs import DAY_S, Bill, CostLine, Day, bill_of, engines_of, proof_bytes
 from deltawire.plan.fleet.description import (
     Described,
     describe_fleet,
@@ -90,7 +90,8 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A whole plan. ``period_s`` is the time of a step, longer than asked for if rollouts bind.
     ``costs`` add up to ``dollars_a_day``; of these, ``version_dollars_a_day`` are for deltas, and
-    ``kept_days`` those of which everything is stored. ``warnings`` name keys without effect.
+    ``kept_days`` those of which everything is stored. ``proof_bytes`` is the most that
+    ``retain.proofs`` keeps, which no dollars are for. ``warnings`` name keys without effect.
 
     Example::
 
@@ -126,6 +127,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     version_dollars_a_day: float
     dollars_a_day: float
     kept_days: float
+    proof_bytes: float
     whole_dollars_a_day: float
     accelerators: int
     accelerator_dollars_a_day: float | None
@@ -196,6 +198,7 @@ def make_plan(request: PlanRequest, model: Model, rates: Rates, *, changed: floa
         version_dollars_a_day=own + sum(region.version_dollars_a_day for region in regions),
         dollars_a_day=bill.dollars(),
         kept_days=request.kept_days,
+        proof_bytes=proof_bytes(request, model.parameters),
         whole_dollars_a_day=whole_own + sum(region.whole_dollars_a_day for region in regions),
         accelerators=request.trainer.accelerators
         + sum(region.accelerators for region in request.regions),

@@ -48,7 +48,8 @@ class TrainerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """``[trainer]``: accelerators, each a rank that publishes its part; the time of a step.
 
     ``link_gb_s`` is a host's to its store, ``cores_per_host`` the cores that encode. Every
-    ``anchor_every``-th version is also stored whole (0: none).
+    ``anchor_every``-th version is also stored whole (0: none); every ``checkpoint_every``-th has a
+    state of the trainer. ``proofs`` is the run's ``retain.proofs``.
 
     Example::
 
@@ -62,6 +63,8 @@ class TrainerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     link_gb_s: Bandwidth = 12.5
     cores_per_host: Count = 96
     anchor_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 50
+    checkpoint_every: Count = 20
+    proofs: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 0
 
 
 class RolloutSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -109,6 +109,8 @@ def _summary(plan: FleetPlan) -> list[tuple[str, str]]:
         ("trainer's host", f"{bytes_text(plan.trainer_host_bytes_per_rank)} a rank"),
         ("rates", plan.rates),
     ]
+    if plan.proof_bytes:
+        rows.append(("kept for proofs", f"at most {bytes_text(plan.proof_bytes)}"))
     if plan.accelerator_dollars_a_day is not None:
         dollars = f"{plan.accelerators}, ${plan.accelerator_dollars_a_day:,.0f} a day"
         rows.append(("accelerators", dollars))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from deltawire.runtime.retained import RetainedFile
@@ -25,7 +25,8 @@ class RolloutRetention:
     """Deletes the groups of old versions after a checkpoint.
 
     Groups of the newest ``keep`` versions stay, and those of every version after the oldest
-    checkpoint, from which steps may have to be recomputed. 0 keeps everything. ``retained.json``
+    checkpoint, from which steps may have to be recomputed. 0 keeps everything. Groups that versions
+    of a kept interval consumed stay too, below the floor. ``retained.json``
     first states from which version on groups are kept, version by version, so that an audit does
     not take deleted groups for lost ones; a deletion that was interrupted is completed by the next
     one. A trim that takes longer than `TRIM_S`, as the first of a long run does, is continued by
@@ -51,9 +52,16 @@ class RolloutRetention:
         self._keep = keep
         self._clock = clock
 
-    def trim(self, *, newest: int, oldest_checkpoint: int) -> int:
-        """Deletes what is not kept; returns the number of groups. Raises `RetryError`, and
-        `UnreadableError` if the floors cannot be read."""
+    def trim(
+        self,
+        *,
+        newest: int,
+        oldest_checkpoint: int,
+        intervals: Collection[tuple[int, int]] = (),
+    ) -> int:
+        """Deletes what is not kept; returns the number of groups. ``intervals`` are those that are
+        kept, each as the versions at its ends. Raises `RetryError`, and `UnreadableError` if the
+        floors cannot be read."""
         floor = min(newest - self._keep, oldest_checkpoint) + 1
         if not self._keep or floor <= 1 or floor < (first := self._floors.read().rollouts):
             return 0
@@ -65,7 +73,7 @@ class RolloutRetention:
         for place in range(0, len(versions), REQUESTS):
             part = versions[place : place + REQUESTS]
             for version, groups in zip(
-                part, in_parallel(self._bucket, self._of, part), strict=True
+                part, in_parallel(self._bucket, partial(self._of, intervals), part), strict=True
             ):
                 if self._clock() - began > TRIM_S:
                     return deleted
@@ -80,12 +88,24 @@ class RolloutRetention:
         self._bucket.delete(keys.reference(*group))
         self._bucket.delete(keys.rollout(*group))
 
-    def _of(self, version: int) -> list[tuple[str, int]]:
-        """Returns the groups that a version settled. Raises `UnreadableError` if it cannot be read:
+    def drop(self, version: int) -> None:
+        """Deletes the groups of a version below the floor, of an interval that was kept before."""
+        in_parallel(self._bucket, self._delete, self._of((), version))
+
+    @property
+    def floor(self) -> int:
+        """Returns the first version whose groups all are kept. Raises as `trim`."""
+        return self._floors.read().rollouts
+
+    def _of(self, intervals: Collection[tuple[int, int]], version: int) -> list[tuple[str, int]]:
+        """Returns the groups that a version settled, without those that it consumed in one of the
+        ``intervals``. Raises `UnreadableError` if it cannot be read:
         the floor would rise above it, and its groups would stay for good."""
         read = partial(read_manifest, self._bucket, self._run, version)
         found = evidence_of_version(self._bucket, self._run, version, read)
         if not isinstance(found, Sound):
             return []
         metadata = CommitMetadata.of(found.value.metadata, run=self._bucket.url, version=version)
+        if any(origin < version <= last for origin, last in intervals):
+            return list(metadata.dropped_groups())
         return list(metadata.settled_groups())

@@ -43,7 +43,7 @@ from deltawire.train.publications import Publications
 from deltawire.train.publishing import open_rank_publisher
 from deltawire.train.served_share import ServedShare
 from deltawire.wire.decisions import ServedVersion
-from deltawire.wire.ledger import Ledger
+from deltawire.wire.ledger import STEP_RECORD, Ledger
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer
 
@@ -212,8 +212,11 @@ class Rank(Generic[R_co]):
         self._check_merge(version)
         if (share := self.masters.served_share()) is not None and self.mesh.leads:
             self.shares[version] = share
+        records = dict(metadata or {})
+        if STEP_RECORD in records and version % self.config.train.checkpoint_every == 0:
+            records[STEP_RECORD] = records[STEP_RECORD] | {"state": self.masters.state_hash()}
         self.version = self.further.publish(
-            lambda: self.publisher.publish(trained, partial=True, metadata=dict(metadata or {}))
+            lambda: self.publisher.publish(trained, partial=True, metadata=records)
         )
         self.diverged = False
 

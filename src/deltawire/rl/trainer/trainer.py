@@ -59,6 +59,7 @@ from deltawire.rl.trainer.leader import Leader
 from deltawire.rl.trainer.orders import Orders, Train
 from deltawire.rl.trainer.parity_recheck import ParityRecheck
 from deltawire.rl.trainer.progress_alarm import ProgressAlarm
+from deltawire.rl.trainer.proof_retention import ProofRetention
 from deltawire.rl.trainer.ratio_stop import RatioStop
 from deltawire.rl.trainer.resume import groups_of, metadata_at
 from deltawire.rl.trainer.rollbacks import RollbackWatch
@@ -72,7 +73,7 @@ from deltawire.sync import (
     CommitStats,
 )
 from deltawire.train.arithmetic import arithmetic_of
-from deltawire.train.checkpoint import checkpoint_versions
+from deltawire.train.checkpoint import kept_intervals, needed_checkpoints
 from deltawire.train.statistics import GroupStatistics, pairs_of
 from deltawire.train.step import StepResult
 from deltawire.wire.decisions import Decision
@@ -130,7 +131,8 @@ class Trainer(Leader[StepResult]):
         floors, keep = RetainedFile(self.bucket), config.retain
         self.archiver = EventArchiver(self.bucket, keep_days=keep.events_days, floors=floors)
         self.retention = RolloutRetention(self.bucket, run, keep=keep.rollouts, floors=floors)
-        self._trim_alarm = ""
+        self.proofs = ProofRetention(self.bucket, run, keep=keep.proofs, rollouts=self.retention)
+        self._trim_alarm = self._proof_alarm = ""
         process.heartbeat.alarm = self._alarm
         self._answered_at = time.monotonic()
         self._mark = process.events.now()
@@ -170,7 +172,8 @@ class Trainer(Leader[StepResult]):
 
     def _alarm(self) -> str:
         """The objects that could not be read, so that nothing old is deleted; else empty."""
-        return self.archiver.alarm or self._trim_alarm or self.version_retention.alarm
+        alarms = (self.archiver.alarm, self._trim_alarm, self._proof_alarm)
+        return next(filter(None, alarms), self.version_retention.alarm)
 
     def _on_commit(self, receipt: CommitStats) -> None:
         super()._on_commit(receipt)
@@ -448,14 +451,31 @@ class Trainer(Leader[StepResult]):
             raise
 
     def _checkpoint(self) -> None:
+        self._choose_interval()
         if self._save(self.ledger):
             self._trim()
 
+    def _choose_interval(self) -> None:
+        """Choose the intervals that are kept for proofs, before the state of this version is
+        stored."""
+        self.publisher.flush()
+        self.rank.checkpoints.flush()
+        if self.rank.diverged or not self.version:
+            return
+        try:
+            self.proofs.choose(self.version)
+            self._proof_alarm = ""
+        except UnreadableError as error:
+            self._proof_alarm = str(error)  # All are kept; the next checkpoint tries again.
+
     def _trim(self) -> None:
         """Delete groups and versions that no complete checkpoint needs."""
-        if kept := checkpoint_versions(self.bucket):
+        if kept := needed_checkpoints(self.bucket, self.config.retain.checkpoints):
             try:
-                self.retention.trim(newest=self.version, oldest_checkpoint=min(kept))
+                intervals = kept_intervals(self.bucket)
+                self.retention.trim(
+                    newest=self.version, oldest_checkpoint=min(kept), intervals=intervals
+                )
                 self._trim_alarm = ""
             except UnreadableError as error:
                 self._trim_alarm = str(error)  # Training goes on; the next checkpoint tries again.
@@ -468,6 +488,8 @@ class Trainer(Leader[StepResult]):
 
     def _finish(self) -> None:
         with self.process.heartbeat.long_task("finish"):
+            if self._needs_last_checkpoint():
+                self._choose_interval()
             self._finish_ranks(self.ledger)
             self._trim()
             self.version_retention.close()

@@ -32,7 +32,7 @@ from deltawire.export.source import bits_of
 from deltawire.placement.device import resolve_device
 from deltawire.rl.control.lineages import erased_groups
 from deltawire.rl.trainer.resume import Resumed, next_committed, recompute_step, resume
-from deltawire.rl.trainer.verify_training import doubts_of, refuse_midtraining
+from deltawire.rl.trainer.verify_training import doubts_of, refuse_midtraining, state_fault
 from deltawire.runtime.process import open_run
 from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket
@@ -43,7 +43,7 @@ from deltawire.sync import (
     newest_readable,
     read_manifest,
 )
-from deltawire.train.checkpoint import checkpoint_versions, load_checkpoint
+from deltawire.train.checkpoint import checkpoint_versions, kept_intervals, load_checkpoint
 from deltawire.train.checkpoint_storage import bytes_of
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
@@ -144,8 +144,13 @@ def verify_intervals(
     run, config = open_run(bucket, role="trainer")
     refuse_midtraining(bucket, config)
     found_all = intervals_of(bucket, run)
-    drawn = draw(found_all, spot)
-    found = TrainingCheck(len(found_all), drawn)
+    found = TrainingCheck(len(found_all), [])
+    drawn = found.drawn = found_all
+    if spot is not None:
+        gone = {one: reason for one in found_all if (reason := _why_gone(bucket, run, one))}
+        for one, reason in gone.items():
+            found.not_checkable |= dict.fromkeys(range(one.origin + 1, one.last + 1), reason)
+        drawn = found.drawn = draw([one for one in found_all if one not in gone], spot)
     torch.set_num_threads(config.threads)
     device = resolve_device(config.device_of("trainer"))
     for one in drawn:
@@ -160,6 +165,28 @@ def verify_intervals(
             done += one.last - one.origin
     progress(total, total)
     return found
+
+
+def _why_gone(bucket: Bucket, run: Run, one: TrainingInterval) -> str:
+    """Returns why the groups of an interval's first step are gone on purpose; empty if they need
+    not be, or the step cannot be read."""
+    with suppress(CorruptError, UnreadableError):
+        version = next_committed(bucket, run, one.origin)
+        if version is not None and version <= one.last:
+            return _absence(bucket, version, _metadata(bucket, run, version))
+    return ""
+
+
+def _metadata(bucket: Bucket, run: Run, version: int) -> CommitMetadata:
+    manifest = read_manifest(bucket, run, version)
+    values = {} if manifest is None else manifest.metadata
+    return CommitMetadata.of(values, run=bucket.url, version=version)
+
+
+def _absence(bucket: Bucket, version: int, metadata: CommitMetadata) -> str:
+    """Returns why groups that a version consumed are gone on purpose; empty if they need not be."""
+    missing = [one for one in metadata.consumed if not bucket.exists(keys.rollout(*one))]
+    return absence_of(bucket, version, missing) if missing else ""
 
 
 def _step_done(progress: Callable[[int, int], None], before: int, total: int, steps: int) -> None:
@@ -215,6 +242,7 @@ class _IntervalCheck:
         )
         try:
             state = resume(self._bucket, self._run, self._config, model, newest=one.origin)
+            metadata = _metadata(self._bucket, self._run, one.origin)
         except (CorruptError, InputError) as error:
             self._fault(one.origin, f"the state to begin with cannot be read: {error.message}")
             return None
@@ -222,6 +250,9 @@ class _IntervalCheck:
             self._fault(
                 one.origin, "the stored state is damaged, or is not that of the published weights"
             )
+            return None
+        if odd := state_fault(state, metadata):
+            self._fault(one.origin, odd)
             return None
         self._state = state
         return state
@@ -237,7 +268,8 @@ class _IntervalCheck:
             self._fault(last, f"no version leads from {state.version} to {last}")
             return False
         try:
-            if reason := self._gone(version):
+            metadata = _metadata(self._bucket, self._run, version)
+            if reason := _absence(self._bucket, version, metadata):
                 self._found.not_checkable |= dict.fromkeys(range(version, last + 1), reason)
                 return False
             step = recompute_step(self._bucket, self._run, state)
@@ -249,18 +281,11 @@ class _IntervalCheck:
         if not step.equal:
             self._fault(version, "its groups give other bits")
             return False
-        return self._compare_bits(state, version)
-
-    def _gone(self, version: int) -> str:
-        """Returns why a version's groups are gone on purpose; empty if they need not be."""
-        manifest = read_manifest(self._bucket, self._run, version)
-        if manifest is None:
-            return ""
-        step = CommitMetadata.of(manifest.metadata, run=self._bucket.url, version=version)
-        missing = [one for one in step.consumed if not self._bucket.exists(keys.rollout(*one))]
-        if not missing:
-            return ""
-        return absence_of(self._bucket, version, missing)
+        if not self._compare_bits(state, version):
+            return False
+        if odd := state_fault(state, metadata):
+            self._fault(version, odd)
+        return not odd
 
     def _compare_bits(self, state: Resumed, version: int) -> bool:
         """Compares the published bits: an equal digest does not show that they are equal to one
@@ -318,9 +343,11 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 def absence_of(bucket: Bucket, version: int, missing: Sequence[tuple[str, int]]) -> str:
     """Returns why groups that a version consumed are gone: a user was forgotten, or retention
-    deleted them. Empty if neither explains it."""
+    deleted them. Empty if neither explains it, as in an interval that the run keeps."""
     if set(missing) <= erased_groups(bucket):
         return "its groups were erased"
+    if any(origin < version <= last for origin, last in kept_intervals(bucket)):
+        return ""
     if version < read_retained(bucket).rollouts:
         return "retention deleted its groups"
     return ""

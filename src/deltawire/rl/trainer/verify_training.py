@@ -137,8 +137,19 @@ def verify_training(
             found.differs = step.version
             _explain(bucket, run, found, state)
             break
+        if odd := state_fault(state, metadata_at(bucket, run, step.version)[0]):
+            found.differs, found.reason = step.version, odd
+            break
     progress(state.version - found.origin, total)
     return found
+
+
+def state_fault(state: Resumed, metadata: CommitMetadata) -> str:
+    """Returns what is wrong with masters and optimizer at a version, by the hash that its metadata
+    states; empty for nothing, or without a hash."""
+    if not metadata.state or metadata.state == state.masters.state_hash():
+        return ""
+    return "masters or optimizer differ from the hash that the version states"
 
 
 def refuse_midtraining(bucket: Bucket, config: RunConfig) -> None:

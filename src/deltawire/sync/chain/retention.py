@@ -286,7 +286,7 @@ class _Retention:
         return all(self.bucket.size(keys.blob(blob.hash)) == blob.bytes for blob in blobs)
 
     def _checkpoints(self) -> list[int]:
-        """Returns the versions of the trainer's checkpoints.
+        """Returns the versions of the trainer's checkpoints, and the ends of kept intervals.
 
         Listed twice, because a listing that left one out would let its version be deleted. Raises
         `UnreadableError` for a commit that cannot be read.
@@ -295,6 +295,7 @@ class _Retention:
         found = []
         for key in sorted(listed):
             number = keys.trailing_number(key.removeprefix(keys.CHECKPOINTS).partition("/")[0])
+            found += keys.interval_of(key) or ()
             if number is None or key != keys.checkpoint_commit(number):
                 continue
             commit = require_evidence(self.bucket, key, partial(self._checkpoint, key))

@@ -3,11 +3,13 @@ users run asks of a counting store."""
 
 import random
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 from planned_fleets import RATES, write_plan
+from rich.console import Console
 
 from deltawire.config import RunConfig, TrainConfig
 from deltawire.plan.fleet.cold_start import ANCHOR_SHARE, cold_start
@@ -16,6 +18,7 @@ from deltawire.plan.fleet.description import column_share, describe_fleet, reade
 from deltawire.plan.fleet.planner import make_plan
 from deltawire.plan.fleet.request import read_request
 from deltawire.plan.fleet.transfer import Amounts, follow
+from deltawire.plan.fleet.views import plan_view
 from deltawire.rl.control.credits import CreditIssuer
 from deltawire.rl.control.rollout_buffer import RolloutBuffer
 from deltawire.rl.control.worker_guard import WorkerGuard
@@ -243,3 +246,19 @@ def test_more_of_anything_is_never_slower(tmp_path):
         fewer = replace(readers, count=max(1, readers.count - 8))
         assert follow(amounts, fewer).seconds <= before * (1 + 1e-9)
     assert not slower
+
+
+def test_the_bytes_of_kept_intervals_are_stated(tmp_path):
+    """Two states of 12 bytes a parameter, and the groups of the versions between them."""
+    plan = planned(write_plan(tmp_path))
+    assert plan.proof_bytes == 0.0
+    changes = {"trainer.proofs": "5", "trainer.checkpoint_every": "10"}
+    found = planned(write_plan(tmp_path), changes)
+    rollouts = read_request(write_plan(tmp_path)).rollouts
+    groups = 10 * rollouts.batch / rollouts.group_size
+    group = 200 + 13 * rollouts.group_size * rollouts.tokens
+    assert found.proof_bytes == pytest.approx(5 * (24 * plan.parameters + groups * group))
+    assert found.dollars_a_day == plan.dollars_a_day
+    console = Console(record=True, width=200, file=StringIO())
+    console.print(plan_view(found))
+    assert "kept for proofs" in console.export_text()
