@@ -70,8 +70,16 @@ def test_experts_follow_their_run(sglang_python):
 
 
 @pytest.mark.matrix
-def test_two_ranks_follow_their_run(sglang_python):
-    run_tests(sglang_python, FOLLOW, "--versions", "10", "--tensor-parallel", "2")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_two_ranks_follow_their_run(sglang_python, family):
+    run_tests(
+        sglang_python, FOLLOW, "--versions", "10", "--tensor-parallel", "2", "--family", family
+    )
+
+
+@pytest.mark.matrix
+def test_a_killed_rank_costs_no_wrong_token(sglang_python):
+    run_tests(sglang_python, "test_rank_killed.py", "--tensor-parallel", "2")
 
 
 @pytest.mark.long
