@@ -1,4 +1,4 @@
-"""``deltawire gateway``: serves users through vLLM or SGLang servers, with receipts and feedback."""
+"""``deltawire gateway``: serves users through servers of vLLM or SGLang, with receipts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from deltawire.cli.arguments import (
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declares the command."""
     parser = commands.add_parser(
-        "gateway", help="serve users through vLLM or SGLang servers: receipts, feedback, hot-loading"
+        "gateway",
+        help="serve users through vLLM or SGLang servers: receipts, feedback, hot-loading",
     )
     parser.set_defaults(call=run)
     add_run_url(parser)
