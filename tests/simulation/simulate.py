@@ -10,7 +10,7 @@ from time import process_time
 
 from simulated_faults import Fault, plan
 from simulated_run import BrokenError, SimulatedRun
-from simulated_time import Task, begin
+from simulated_time import Task, begin, scheduler
 
 from deltawire.errors import DeltawireError
 from deltawire.sync.chain.gc_intents import INTENT_S, MARGIN_S, REMOTE_MARGINS_S
@@ -47,7 +47,13 @@ def simulate(
     clock = begin(seed)
     run = SimulatedRun(seed)
     run.store.breaks = store
-    drawn = plan(seed, seconds=faults_s, every_s=EVERY_S, limits=run.settings.limits)
+    drawn = plan(
+        seed,
+        seconds=faults_s,
+        every_s=EVERY_S,
+        limits=run.settings.limits,
+        roles=run.settings.roles,
+    )
     faults = [one for one in drawn if one.number not in without]
     found = History(seed, faults=faults)
     errors: list[BaseException] = []
@@ -106,6 +112,8 @@ def _stages(run: SimulatedRun, faults_s: float) -> Iterator[float]:
     yield PROGRESS_S
     if late := run.late_readers(goal):
         raise BrokenError(f"{late[0]} does not reach version {goal}")
+    if unsettled := run.late_groups(scheduler().now - PROGRESS_S):
+        raise BrokenError(f"no version consumes or drops group {unsettled[0]}")
     run.check_all()
     yield 1.0
 

@@ -10,7 +10,7 @@ still for at most `Limits.stop_s`, which together are less than the time of P43.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from simulated_time import SimulatedProcess, scheduler
@@ -22,7 +22,8 @@ BAD_ANSWERS = ("flipped", "short", "missing", "stale")
 
 WRITES = ("put", "create", "delete")
 
-ROLES = ("trainer", "reader", "retention")
+ROLES = {"trainer": 5, "reader": 2, "retention": 4, "worker": 5, "relay": 4}
+"""How often a process of each role is struck, if the run has one."""
 
 WEIGHTS = {
     "flipped": 2, "short": 2, "missing": 3, "stale": 2, "lost": 4, "unanswered": 8, "late": 8,
@@ -99,14 +100,16 @@ class Fault:
         return f"{self.at:8.1f} s  {self.kind}, at a {self.role} ({self.seconds:.0f} s)"
 
 
-def plan(seed: str, *, seconds: float, every_s: float, limits: Limits) -> list[Fault]:
-    """Draws the faults of ``seconds``, one every ``every_s`` on average."""
+def plan(
+    seed: str, *, seconds: float, every_s: float, limits: Limits, roles: Sequence[str]
+) -> list[Fault]:
+    """Draws the faults of ``seconds``, one every ``every_s`` on average, of these roles."""
     source = random.Random(f"{seed} faults")
     found: list[Fault] = []
     at = 0.0
     while (at := at + source.expovariate(1 / every_s)) < seconds:
         kind = source.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        role = source.choices(ROLES, (5, 2, 4))[0]
+        role = source.choices(roles, [ROLES[one] for one in roles])[0]
         draw, skip = source.random(), int(source.expovariate(1 / 12))
         longest = {
             "late": limits.late_s, "stop before": limits.stop_s, "stop after": limits.stop_s,

@@ -1,24 +1,30 @@
 """The processes of a simulated run, and what must hold of them at every moment.
 
 Trainers publish, readers follow, and a process prunes: their code is the project's own. Only the
-few lines that a program has around it are here: what it does with each error.
+few lines that a program has around it are here: what it does with each error. Half of the runs have
+workers, whose groups the trainers consume (`simulated_workers`); their trainers have a lease.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from simulated_faults import Fault, Limits
+from simulated_region import Region
 from simulated_store import Connection, ReadOnly, SimulatedBucket, Store
 from simulated_time import SimulatedProcess, scheduler, sleep
+from simulated_workers import BrokenError, Groups, TrainerIntake, metadata_of, work
 
 from deltawire import codec
-from deltawire.errors import FencedError, InputError, ResyncError, RetryError
+from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
+from deltawire.runtime.fleet import next_epoch
+from deltawire.runtime.process import Process
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, Publisher, Subscriber, create_run, load_mirror
 from deltawire.sync.chain.objects import read_manifest, read_run
@@ -38,10 +44,6 @@ MODELS = 5
 """Half of the versions have one of these, so that a new one needs a blob that is about to go."""
 
 
-class BrokenError(AssertionError):
-    """An invariant does not hold."""
-
-
 @dataclass(frozen=True)
 class Settings:
     """The settings of a run, drawn from the seed."""
@@ -55,6 +57,9 @@ class Settings:
     max_outage: float | None
     readers: int
     latency_s: float
+    workers: int
+    sample_s: float
+    region: bool
 
     @classmethod
     def drawn(cls, seed: str) -> Settings:
@@ -70,7 +75,16 @@ class Settings:
             max_outage=source.choice([0.0, 300.0, None]),
             readers=source.choice([1, 2, 3]),
             latency_s=source.choice([0.002, 0.05, 0.5]),
+            workers=source.choice([0, 0, 1, 2]),
+            sample_s=source.choice([5.0, 30.0]),
+            region=source.random() < 0.3,
         )
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles of the run's processes."""
+        others = ["worker"] * bool(self.workers) + ["relay"] * self.region
+        return ["trainer", "reader", "retention", *others]
 
     @property
     def url(self) -> str:
@@ -107,7 +121,12 @@ class SimulatedRun:
         self.store.watch = self._changed
         self.connections: dict[str, Connection] = {}
         self.roles: dict[str, str] = {}
+        self.regional: set[str] = set()
+        """The readers of the region."""
+        self.named: dict[str, str] = {}
+        """By process of a worker, the worker's name in the run."""
         self.counts: Counter[str] = Counter()
+        self.groups = Groups(self.store, self.counts)
         self.healed = self.quiet = False
         """The faults have ended; what they left has been waited for too."""
         self._numbers: Counter[str] = Counter()
@@ -120,6 +139,10 @@ class SimulatedRun:
         self._trainers = 0
         self.plain: Bucket = ReadOnly(self.store, self.settings.url, local=self.settings.local)
         self.run: Run = self._create()
+        url, local = self.settings.url, self.settings.local
+        self.region = Region(
+            self.store, self.run, url, self.counts, local=local, grace_s=self.settings.grace_s
+        )
 
     def _create(self) -> Run:
         first = digest_of(0)
@@ -128,17 +151,22 @@ class SimulatedRun:
         )
         return create_run(_Setup(self.store, self.settings), described)
 
-    def process(self, role: str) -> tuple[SimulatedProcess, Bucket]:
-        """Makes a process with its bucket."""
+    def process(self, role: str, *, region: bool = False) -> tuple[SimulatedProcess, Bucket]:
+        """Makes a process with its bucket, that of the ``region`` or the run's."""
         self._numbers[role] += 1
         name = f"{role}-{self._numbers[role]}"
         process = SimulatedProcess(name, self.seed)
         connection = Connection(process, self.settings.latency_s)
+        if role == "worker":
+            connection.poll_s = 5.0
         self.connections[name], self.roles[name] = connection, role
-        bucket = SimulatedBucket(
-            self.store, connection, self.settings.url, local=self.settings.local
-        )
-        return process, bucket
+        return process, self._bucket(connection, region=region)
+
+    def _bucket(self, connection: Connection, *, region: bool) -> Bucket:
+        url, local = self.settings.url, self.settings.local
+        if region:
+            return SimulatedBucket(self.region.store, connection, self.region.url, local=local)
+        return SimulatedBucket(self.store, connection, url, local=local)
 
     def begin(self) -> None:
         """Starts the processes."""
@@ -146,19 +174,36 @@ class SimulatedRun:
         for _ in range(self.settings.readers):
             self.start_reader()
         self.start_retention()
+        for number in range(self.settings.workers):
+            self.start_worker(f"w{number}")
+        if self.settings.region:
+            self.start_relay()
+            self.start_reader(region=True)
 
     def start_trainer(self) -> None:
         process, bucket = self.process("trainer")
         self._trainers += 1
         scheduler().start(process, lambda: self._train(process, bucket))
 
-    def start_reader(self) -> None:
-        process, bucket = self.process("reader")
+    def start_reader(self, *, region: bool = False) -> None:
+        process, bucket = self.process("reader", region=region)
+        if region:
+            self.regional.add(process.name)
         scheduler().start(process, lambda: self._follow(process, bucket))
+
+    def start_relay(self) -> None:
+        process, source = self.process("relay")
+        region = self._bucket(self.connections[process.name], region=True)
+        scheduler().start(process, lambda: self._relay(process, source, region))
 
     def start_retention(self) -> None:
         process, bucket = self.process("retention")
         scheduler().start(process, lambda: self._retain(process, bucket))
+
+    def start_worker(self, name: str) -> None:
+        process, bucket = self.process("worker")
+        self.named[process.name] = name
+        scheduler().start(process, lambda: self._work(process, bucket, name))
 
     # Faults of processes.
 
@@ -166,12 +211,15 @@ class SimulatedRun:
         """Lets a fault happen, or wait for a request of a process."""
         names = [n for n, role in self.roles.items() if role == fault.role]
         alive = [n for n in names if not self.connections[n].process.dead]
-        if fault.kind == "rival":
+        if fault.kind == "rival" and fault.role != "worker":
             self.start_trainer()
             return
         if not alive:
             return
         connection = self.connections[alive[fault.place(len(alive))]]
+        if fault.kind == "rival":
+            self.start_worker(self.named[connection.process.name])
+            return
         until = scheduler().now + fault.seconds
         match fault.kind:
             case "away":
@@ -194,31 +242,45 @@ class SimulatedRun:
         self.store.note(f"{process.name} is killed")
         self.counts["killed"] += 1
         self.store.lose(process.name)
-        role = self.roles[process.name]
         self._end(process)
-        scheduler().after(fault.seconds, lambda: self._again(role))
+        scheduler().after(fault.seconds, lambda: self._again_as(process.name))
 
     def _end(self, process: SimulatedProcess) -> None:
         if not process.dead:
             scheduler().kill(process)
             self._trainers -= self.roles[process.name] == "trainer"
 
-    def _again(self, role: str) -> None:
+    def _again_as(self, name: str) -> None:
         """Starts a process in the place of one that ended."""
-        if role == "trainer" and self._trainers > 0:
-            return
-        {
-            "trainer": self.start_trainer,
-            "reader": self.start_reader,
-            "retention": self.start_retention,
-        }[role]()
+        match self.roles[name]:
+            case "worker":
+                self._again_worker(self.named[name])
+            case "reader":
+                self.start_reader(region=name in self.regional)
+            case role:
+                self._again(role)
+
+    def _again(self, role: str) -> None:
+        """Starts a process of a role; another trainer only if none is alive."""
+        match role:
+            case "trainer" if not self._trainers:
+                self.start_trainer()
+            case "relay":
+                self.start_relay()
+            case "retention":
+                self.start_retention()
+
+    def _again_worker(self, worker: str) -> None:
+        if worker not in {self.named[one] for one in self.alive("worker")}:
+            self.start_worker(worker)
 
     # The programs.
 
     def _train(self, process: SimulatedProcess, bucket: Bucket) -> None:
         while True:
             try:
-                self._publish(process, bucket)
+                with self._lease(bucket) as program:
+                    self._publish(process, bucket, program)
             except FencedError as error:
                 self.store.note(f"{process.name} is fenced: {error}")
                 self._check_fenced(process.name, error)
@@ -230,11 +292,21 @@ class SimulatedRun:
             except InputError as error:
                 self._check_refusal(process.name, error)
                 sleep(5.0)
-            except (RetryError, ResyncError) as error:
+            except (RetryError, ResyncError, CorruptError) as error:
                 self._tell(process, error)
                 sleep(5.0)
 
-    def _publish(self, process: SimulatedProcess, bucket: Bucket) -> None:
+    @contextmanager
+    def _lease(self, bucket: Bucket) -> Iterator[Process | None]:
+        """Holds the trainer's name, in runs with workers."""
+        if not self.settings.workers:
+            yield None
+            return
+        program = Process(bucket, "trainer", "trainer", supervised=True, pid=1)
+        with program.registered():
+            yield program
+
+    def _publish(self, process: SimulatedProcess, bucket: Bucket, program: Process | None) -> None:
         """Publishes models until an error ends it, as a trainer that starts does."""
         settings, name = self.settings, process.name
         run = read_run(bucket)
@@ -244,11 +316,22 @@ class SimulatedRun:
             mirror = load_mirror(bucket, run, threads=1)
             head = read_manifest(bucket, run, mirror.version)
             epoch = 0 if head is None else head.epoch + 1
+        intake: TrainerIntake | None = None
+        if program is not None:
+            epoch = max(epoch, next_epoch(bucket, run, max(mirror.version, 0)))
+            intake = TrainerIntake(
+                program, run, self.groups, version=max(mirror.version, 0), epoch=epoch
+            )
+
+        def committed(stats: CommitStats) -> None:
+            self._committed(name, stats)
+            if intake is not None:
+                intake.credits.committed(stats.version, stats.digest)
+
         publisher = Publisher(
             bucket, run, mirror, epoch=epoch, anchor_every=settings.anchor_every,
             compaction_strides=settings.strides, threads=1, retain=settings.retain,
-            grace_s=settings.grace_s, max_outage=settings.max_outage,
-            on_commit=lambda stats: self._committed(name, stats),
+            grace_s=settings.grace_s, max_outage=settings.max_outage, on_commit=committed,
         )  # fmt: skip
         with publisher:
             self.counts["starts"] += 1
@@ -259,8 +342,11 @@ class SimulatedRun:
                 )
                 if publisher.version < 0:
                     number = 0  # The run states the digest of its first version.
-                stated = {"by": name, "digest": digest_of(number)}
+                stated: dict[str, Any] = {"by": name, "digest": digest_of(number)}
                 wait = process.random.random() < 0.5
+                if intake is not None:
+                    intake.step(publisher, weights_of(number), stated, wait=wait)
+                    continue
                 try:
                     publisher.publish(weights_of(number), metadata=stated, wait=wait)
                 except CommittedLateError:
@@ -269,6 +355,25 @@ class SimulatedRun:
                     self._tell(process, error)
                 except InputError as error:
                     self._check_refusal(name, error)
+
+    def _work(self, process: SimulatedProcess, bucket: Bucket, name: str) -> None:
+        """Runs a worker, which its supervisor starts again after an error."""
+        while True:
+            try:
+                work(name, bucket, process.random, self.groups, self.settings.sample_s)
+            except FencedError as error:
+                self.store.note(f"{process.name} is fenced: {error}")
+                self._check_lease(process.name, error)
+                self.counts["fenced workers"] += 1
+                scheduler().after(5.0, lambda: self._end(process))
+                scheduler().after(10.0, lambda: self._again_worker(name))
+                return
+            except InputError as error:
+                self._check_refusal(process.name, error)
+                sleep(5.0)
+            except (RetryError, CorruptError) as error:
+                self._tell(process, error)
+                sleep(5.0)
 
     def _follow(self, process: SimulatedProcess, bucket: Bucket) -> None:
         """Follows the run, as a worker does; an error that is not the store's begins again."""
@@ -289,6 +394,18 @@ class SimulatedRun:
                 self._tell(process, error)
                 sleep(5.0)
             except (ResyncError, InputError) as error:
+                self._tell(process, error)
+                sleep(5.0)
+
+    def _relay(self, process: SimulatedProcess, source: Bucket, region: Bucket) -> None:
+        """Copies versions to the region; an error begins again, as its supervisor does."""
+        while True:
+            try:
+                self.region.relay(source, region, strides=self.settings.strides, name=process.name)
+            except InputError as error:
+                self._check_refusal(process.name, error)
+                sleep(5.0)
+            except (RetryError, ResyncError, CorruptError) as error:
                 self._tell(process, error)
                 sleep(5.0)
 
@@ -320,8 +437,17 @@ class SimulatedRun:
         if scheduler().now > self.connections[name].full_until + 300.0:
             raise BrokenError(f"{name} ended: {error}")
 
+    def _check_lease(self, name: str, error: FencedError) -> None:
+        """Only a lease of another process of its name, or what it stored, ends a process."""
+        held = self.store.objects.get(error.key or "")
+        if held is None or held.by == name:
+            raise BrokenError(f"{name} was fenced, and nobody replaced it: {error}")
+
     def _check_fenced(self, name: str, error: FencedError) -> None:
-        """Only another one's version, or a floor above its own, ends a trainer."""
+        """Only another one's version or lease, or a floor above its own, ends a trainer."""
+        if (error.key or "").startswith(keys.LEASES):
+            self._check_lease(name, error)
+            return
         found = self._made.get(-1 if error.version is None else error.version)
         floor = max(
             (keys.trailing_number(k) or 0 for k in self.store.listed(keys.RETENTION_FLOORS, None)),
@@ -336,6 +462,8 @@ class SimulatedRun:
             self._manifest_changed(version, before, after, by)
         if key.startswith(keys.BLOBS) and after is None:
             self._blob_gone(key, by)
+        if key.startswith(keys.ROLLOUTS):
+            self.groups.changed(key, before, after, by)
 
     def _decode(self, data: bytes, version: int) -> Manifest:
         key = keys.manifest(version)
@@ -362,6 +490,7 @@ class SimulatedRun:
                     raise BrokenError(f"version {version} builds on what no manifest names")
             if new.metadata.get("digest") != new.digest:
                 raise BrokenError(f"version {version} is not what its trainer published")
+            self.groups.committed(version, metadata_of(new))
             return
         old = self._decode(before, version)
         if not new.pruned or (new.digest, new.nonce) != (old.digest, old.nonce):
@@ -426,6 +555,10 @@ class SimulatedRun:
             n for n, r in self.roles.items() if r == role and not self.connections[n].process.dead
         ]
 
+    def late_groups(self, before: float) -> list[tuple[str, int]]:
+        """The groups that were stored before this moment, and that no version settles."""
+        return self.groups.unsettled(before)
+
     def late_readers(self, version: int) -> list[str]:
         """The readers that hold an older version than this."""
         return [n for n in self.alive("reader") if self._held.get(n, -1) < version]
@@ -440,9 +573,14 @@ class SimulatedRun:
             connection.process.stopped_until = min(
                 connection.process.stopped_until, scheduler().now
             )
-        for role in ("trainer", "reader", "retention"):
+        for role in self.settings.roles:
             if not self.alive(role):
                 self._again(role)
+        for region in [False, True] if self.settings.region else [False]:
+            if not [one for one in self.alive("reader") if (one in self.regional) == region]:
+                self.start_reader(region=region)
+        for number in range(self.settings.workers):
+            self._again_worker(f"w{number}")
 
     def check_all(self) -> None:
         """Ends the processes, and reads every object and rebuilds every version, as `deltawire
@@ -452,11 +590,12 @@ class SimulatedRun:
         scheduler().start(SimulatedProcess("fsck", self.seed), self._check)
 
     def _check(self) -> None:
-        found = check_run(_Setup(self.store, self.settings))
-        self.counts["checked"] += 1
-        errors = [fault for fault in found.faults if fault.level == "error"]
-        if errors:
-            raise BrokenError(f"fsck finds: {errors[0]}")
+        for store in [self.store, self.region.store][: 1 + self.settings.region]:
+            found = check_run(_Setup(store, self.settings))
+            self.counts["checked"] += 1
+            errors = [fault for fault in found.faults if fault.level == "error"]
+            if errors:
+                raise BrokenError(f"fsck finds: {errors[0]}")
 
 
 class _Setup(ReadOnly):

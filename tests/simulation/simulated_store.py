@@ -8,6 +8,7 @@ too old (see `deltawire.sync.chain.gc_intents.margin_s`).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -100,6 +101,7 @@ class Connection:
     full_until: float = -1e9
     refuses_until: float = 0.0
     last_bad: float = -APART_S
+    poll_s: float = 0.5
 
     def fault_for(self, verb: str, key: str) -> Fault | None:
         """Takes the first fault that suits a request."""
@@ -125,10 +127,17 @@ class SimulatedBucket(Bucket):
         super().__init__(None, url, local=local)  # type: ignore[arg-type]
         self._objects = store
         self._connection = connection
+        self._timeout_s = NO_ANSWER_S
+
+    def with_timeout(self, seconds: float) -> SimulatedBucket:
+        """The same bucket, with requests that are given up earlier."""
+        other = copy.copy(self)
+        other._timeout_s = seconds
+        return other
 
     @property
     def poll_s(self) -> float:
-        return 0.5
+        return self._connection.poll_s
 
     def _request(
         self, verb: str, key: str, act: Callable[[], Any], damage: Callable[[Fault], Any] | None
@@ -152,7 +161,7 @@ class SimulatedBucket(Bucket):
             clock.after(fault.seconds, lambda: self._arrive_late(verb, key, act))
         if kind in ("lost", "late"):
             self._say(verb, key, f"{kind}, no answer")
-            clock.block(NO_ANSWER_S)
+            clock.block(self._timeout_s)
             raise RetryError(f"cannot {verb}: no answer", run=self.url, key=key)
         self._refuse(verb, key)
         answer = act()
@@ -162,7 +171,7 @@ class SimulatedBucket(Bucket):
             fault.strike(process)
             clock.block(0.0)
         if kind == "unanswered":
-            clock.block(NO_ANSWER_S)
+            clock.block(self._timeout_s)
             raise RetryError(f"cannot {verb}: no answer", run=self.url, key=key)
         if kind in BAD_ANSWERS and fault is not None and damage is not None:
             answer = damage(fault)

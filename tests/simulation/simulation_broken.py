@@ -9,12 +9,19 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import simulated_workers
+
 from deltawire.errors import CorruptError, InputError
+from deltawire.rl.control.rollout_retention import RolloutRetention
+from deltawire.rl.rollout.uploader import Uploader
+from deltawire.runtime.process import Process
 from deltawire.sync.chain import gc_intents, history, retention
 from deltawire.sync.chain.evidence import Absent, Sound
+from deltawire.sync.maintain.relay import Relay
 from deltawire.sync.publish import commit, later_anchors
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.wire import keys
+from deltawire.wire.rollouts import Group
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class Broken:
 _patch = mock.patch.object
 _UPDATE = retention._References.update
 _PRUNE = retention._Retention.prune
+_TRIM = RolloutRetention.trim
 
 
 def _read_once(self: Any) -> set[str]:
@@ -71,6 +79,20 @@ def _nothing(*_: Any, **__: Any) -> None:
 class _Forgets(set[str]):
     def add(self, element: str) -> None:
         pass
+
+
+def _after_the_stored(process: Process) -> int:
+    found = process.bucket.list(keys.rollouts_of(process.name))
+    return max((keys.trailing_number(key) or 0 for key in found), default=-1) + 1
+
+
+def _without_checkpoint(self: RolloutRetention, *, newest: int, oldest_checkpoint: int) -> int:
+    return _TRIM(self, newest=newest, oldest_checkpoint=max(newest, oldest_checkpoint))
+
+
+def _any_is_mine(self: Uploader, group: Group, data: bytes) -> None:
+    if not self._bucket.create(keys.rollout(self._worker, self.stored), data):
+        assert group.nonce
 
 
 def _always(value: Any) -> Any:
@@ -120,6 +142,33 @@ BROKEN = [
     Broken(
         "retention that takes a damaged answer for an absent object",
         (_patch(history, "evidence_of", _damaged_is_absent),),
+    ),
+    Broken(
+        "retention that takes a copied tombstone for its own",
+        (
+            _patch(retention._Retention, "_first", lambda _: 0),
+            _patch(retention._Retention, "_is_closed", lambda *_: True),
+        ),
+    ),
+    Broken(
+        "a relay that does not look for its blobs after the commit",
+        (_patch(Relay, "_keep_blobs", _nothing),),
+    ),
+    Broken(
+        "a worker that counts from what is stored",
+        (_patch(simulated_workers, "next_sequence", _after_the_stored),),
+    ),
+    Broken(
+        "a worker that takes any object for its own group",
+        (_patch(Uploader, "_store", _any_is_mine),),
+    ),
+    Broken(
+        "a trainer that does not read what was consumed",
+        (_patch(simulated_workers, "read_history", lambda *_, **__: ()),),
+    ),
+    Broken(
+        "retention that deletes groups after the last checkpoint",
+        (_patch(RolloutRetention, "trim", _without_checkpoint),),
     ),
     Broken(
         "an intent that goes although a deletion got no answer",

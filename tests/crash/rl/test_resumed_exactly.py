@@ -32,7 +32,7 @@ from deltawire.parity import Divergence
 from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.evaluate import audit as auditing
 from deltawire.rl.evaluate.audit import all_metadata, audit_consumption, audit_fates
-from deltawire.rl.rollout.worker import next_sequence
+from deltawire.rl.rollout.group_numbers import next_sequence
 from deltawire.rl.trainer import group_steps
 from deltawire.rl.trainer import resume as redoing
 from deltawire.rl.trainer.bootstrap import start_run

@@ -15,7 +15,7 @@ from deltawire.config import BuildConfig, parse_config
 from deltawire.export.models import save_model
 from deltawire.rl.control.credits import CreditIssuer
 from deltawire.rl.control.rollout_buffer import RolloutBuffer
-from deltawire.rl.rollout.worker import allowed_lag
+from deltawire.rl.rollout.group_numbers import allowed_lag
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.runtime.fleet import Fleet
 from deltawire.store import open_bucket

@@ -34,8 +34,8 @@ from deltawire.live.learning.records import LiveRecords
 from deltawire.rl.control.challenges import nonce_of
 from deltawire.rl.control.lineages import read_lineages
 from deltawire.rl.control.released_groups import ReleasedGroups
+from deltawire.rl.rollout.group_numbers import next_sequence
 from deltawire.rl.rollout.trainer_link import TrainerLink
-from deltawire.rl.rollout.worker import next_sequence
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import Fleet
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run

@@ -10,7 +10,8 @@ of granting, those make at most S steps before the step that takes it, the first
 the earliest, so the group is consumed from version v+S at the latest. Its oldest token was sampled
 at v or later, so its staleness is at most S. With S = 0 nothing is granted between a step's groups
 and its commit: sampling and training alternate strictly. A worker on a slow link may start at a
-version before v (`deltawire.rl.rollout.worker.allowed_lag`); its groups are then older by as much.
+version before v (`deltawire.rl.rollout.group_numbers.allowed_lag`); its groups are then older by as
+much.
 
 Credits go to workers that deliver. A worker that never stored a group may not exist, and names are
 cheap: once another one has delivered, such workers get no more than half of the limit together. A

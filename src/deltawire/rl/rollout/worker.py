@@ -27,10 +27,10 @@ from deltawire.engines.transformers import IDLE_S
 from deltawire.errors import RetryError
 from deltawire.estimates import BudgetSetting
 from deltawire.rl.budget.limits import BudgetLimits
-from deltawire.rl.control.challenges import nonce_of, stream_of
-from deltawire.rl.control.draws import RUN_STREAM
+from deltawire.rl.control.challenges import nonce_of
 from deltawire.rl.rollout.episode_types import EpisodeLimits, group_of, with_budget, with_setting
 from deltawire.rl.rollout.failure_budget import FailureBudget
+from deltawire.rl.rollout.group_numbers import GroupDraw, allowed_lag, draw_of, next_sequence
 from deltawire.rl.rollout.hardening import protect_credentials
 from deltawire.rl.rollout.policy_server import (
     follow,
@@ -40,19 +40,14 @@ from deltawire.rl.rollout.policy_server import (
 from deltawire.rl.rollout.reuse import play_group
 from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.rl.rollout.uploader import Uploader
-from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
-from deltawire.wire import keys
 from deltawire.wire.run import Run
 from deltawire.wire.status import MAX_ALARM, TrainerStatus, WorkerPhase, WorkerStatus
 
 REPORT_EVERY_S = 10.0
 WAIT_S = 0.01
 """The pause of an idle loop, which sees new versions and credits that threads have fetched."""
-
-MAX_UNGRANTED = 1 << 16
-"""A generous bound on the groups that a predecessor stored after its last heartbeat."""
 
 
 class Worker:
@@ -198,12 +193,12 @@ class Worker:
             self._started < granted
             and self.link.secret is not None
             and status.version - self.served.live.version <= self._allowed_lag
-            and (place := self._place_of(status, self._drawn)) is not None
-            and (free >= (size := place[2] or rollout.group_size) or not self._groups)
+            and (draw := self._draw_of(status, self.link.secret)) is not None
+            and (free >= (size := draw.size or rollout.group_size) or not self._groups)
         ):
             free -= size
             self._started += 1
-            at = place[0], place[1], size
+            at = draw.stream, draw.position, size
             group = self._sample_group(self._drawn, self.link.secret, at, status.budget)
             task = asyncio.get_running_loop().create_task(group)
             self._drawn += 1
@@ -215,20 +210,12 @@ class Worker:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
 
-    def _place_of(self, status: TrainerStatus, number: int) -> tuple[str, int, int] | None:
-        """Returns the stream and the place in it of the task of the ``number``-th group, and its
-        number of completions (0: ``rollout.group_size``); None while the trainer has not said which
-        task that is."""
-        name, lease, secret = self.process.name, self.process.lease.number, self.link.secret
-        if status.draws is None or not secret:
-            # A trainer that gives no secret leaves nonce and tasks to the worker.
-            stream = stream_of(name, secret, lease) if secret else f"{name}-{self.process.nonce}"
-            return stream, number, self.config.rollout.allocation.first(0)
-        for one in status.draws.get(name, []):
-            if one.lease == lease and number in one.numbers:
-                at = one.numbers.index(number)
-                return RUN_STREAM, one.positions[at], one.sizes[at] if one.sizes else 0
-        return None
+    def _draw_of(self, status: TrainerStatus, secret: str) -> GroupDraw | None:
+        process, size = self.process, self.config.rollout.allocation.first(0)
+        lease = process.lease.number
+        return draw_of(
+            status, process.name, lease, self._drawn, secret, nonce=process.nonce, size=size
+        )
 
     async def _sample_group(
         self, number: int, secret: str, at: tuple[str, int, int], setting: BudgetSetting | None
@@ -274,37 +261,6 @@ class Worker:
         self.attested = self.served.live.attest()
         self.phase = "finished"
         return True
-
-
-def allowed_lag(max_staleness: int) -> int:
-    """Returns how many versions behind the trainer a worker may be when it starts a group.
-
-    The group's age when it is trained on is this lag, plus the versions that pass while it is
-    sampled and while it waits. The lag may use half of the bound. With a bound of 0 or 1 only the
-    newest version will do; with more, a worker whose link is slower than the publisher contributes.
-    """
-    return max_staleness // 2
-
-
-def next_sequence(process: Process) -> int:
-    """The number of the next group that a worker stores.
-
-    Groups may have been deleted, so they are not counted: it is the number after the last one that
-    is stored, or the one that the predecessor's last heartbeat names, if that is more. Numbers that
-    the trainer has not granted were not stored by a worker, nor named by one; where it has granted
-    none, numbers far beyond the predecessor's do not count.
-    """
-    status = known_trainer(process.bucket)
-    granted = status.credits.get(process.name) if status is not None else None
-    before = process.heartbeat.predecessor
-    claimed = before.worker.stored if before is not None and before.worker is not None else 0
-    largest = max(claimed, 0) + MAX_UNGRANTED if granted is None else granted
-    first = claimed if 0 < claimed <= largest else 0
-    # Lower numbers change nothing, and there may be very many.
-    after = keys.rollout(process.name, first - 1) if first else None
-    found = process.bucket.list(keys.rollouts_of(process.name), after=after)
-    numbers = [group[1] + 1 for key in found if (group := keys.group_of(key)) is not None]
-    return max([first, *(n for n in numbers if n <= largest)])
 
 
 def run_worker(process: Process, *, patience_s: float, report: Callable[[str], None]) -> None:

@@ -220,14 +220,25 @@ class _Retention:
         """Returns a version below which an earlier call closed all it could, 0 if none did.
 
         A call deletes the floors below its own last, and buries the version before it last of all.
+        In a relay's bucket that version may have come as a tombstone, and an older one not: there
+        the lowest is buried last of all.
         """
         lowest = min(floors, default=0)
-        if lowest:
-            with suppress(CorruptError):  # Then more is listed than need be.
-                last = read_manifest(self.bucket, self.run, lowest - 1)
-                if last is not None and last.pruned:
-                    return lowest
+        if lowest and self._is_closed(lowest - 1) and self._is_closed(self._first()):
+            return lowest
         return 0
+
+    def _is_closed(self, version: int) -> bool:
+        with suppress(CorruptError):  # Then more is read than need be.
+            manifest = read_manifest(self.bucket, self.run, version)
+            return manifest is not None and manifest.pruned
+        return False
+
+    def _first(self) -> int:
+        """Returns the lowest version; a relay may have begun with any."""
+        if self.bucket.exists(keys.manifest(0)):
+            return 0
+        return next(iter(committed_objects(self.bucket, newer_than=-1)), 0)
 
     def _delete(self, floors: dict[int, ObjectMeta], due: datetime) -> None:
         """Reads everything that decides what is kept, and only then deletes the rest."""
@@ -370,9 +381,10 @@ class _Retention:
             found.append(_Tombstone(version, data, fills=tombstone.nonce == FILLED))
         return found
 
-    def _bury(self, tombstones: Iterable[_Tombstone]) -> None:
-        """Replaces manifests with their tombstones, the lowest first."""
-        for one in tombstones:
+    def _bury(self, tombstones: Sequence[_Tombstone]) -> None:
+        """Replaces manifests with their tombstones, the lowest first; in a relay's bucket the
+        lowest last (see `_closed_below`)."""
+        for one in tombstones if self._sealed is None else reversed(tombstones):
             key = keys.manifest(one.version)
             if not self._dry_run:
                 # Where no manifest was seen, none may be written over: the store decides.
@@ -390,10 +402,11 @@ class _Retention:
         Tombstones are written in ascending order, so the versions below one were buried before it.
         Reads from the newest version down, a few at a time, until one is a tombstone, and below
         that only versions that a listing does not show: the cost is that of what is new, however
-        many versions were pruned before.
+        many versions were pruned before. While the lowest one is not buried, all are read: a relay
+        that stood still copied tombstones above versions that it had copied before.
         """
         found: list[tuple[int, Manifest]] = []
-        buried = False
+        buried, ordered = False, bool(versions) and self._is_closed(versions[0])
         for end in range(len(versions), 0, -WINDOW):
             window = versions[max(end - WINDOW, 0) : end]
             if buried:
@@ -404,7 +417,7 @@ class _Retention:
                 for version, tombstone in zip(window, read, strict=True)
                 if isinstance(tombstone, Manifest)
             ]
-            buried = buried or BURIED in read
+            buried = ordered and (buried or BURIED in read)
         return sorted(found, key=lambda one: one[0])
 
     def _filled(self, versions: Iterable[int]) -> set[int]:

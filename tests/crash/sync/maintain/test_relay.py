@@ -283,6 +283,45 @@ def test_following_retention_may_fail_at_each_operation(
     raise AssertionError("it never got through")
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_versions_below_copied_tombstones_are_closed_though_it_stops_at_any_operation(
+    moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay that stood still while the source pruned copies tombstones above what it had. With
+    ``moved``, the run's own retention goes on in the region's bucket."""
+    monkeypatch.setattr("deltawire.store.retrying.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("deltawire.sync.chain.retention.WINDOW", 2)
+    source, filled = open_bucket("memory://"), open_bucket("memory://")
+    publish(source, 0, 4, anchor_every=3)
+    relay(source, filled)
+    publish(source, 5, 14, anchor_every=3)
+    run = read_run(source)
+    prune(source, run, cutoff=12, grace_s=0)
+    relay(source, filled, retain=False)
+    for at in range(1, 100):
+        destination = FaultyBucket(snapshot(filled))
+        carrier = Relay(source, destination, strides=(), grace_s=0)
+        destination.fail(at=at, done=True, times=None)
+        stopped = False
+        try:
+            carrier.prune()
+        except RetryError:
+            stopped = True
+        carrier.close()
+        destination.heal()
+        if moved:
+            prune(destination, run, cutoff=12, grace_s=0)
+        else:
+            relay(source, destination, grace_s=0)
+        for prefix in (keys.MANIFESTS, keys.BLOBS):
+            assert contents(destination, prefix) == contents(source, prefix)
+        assert check_run(destination).faults == []
+        if not stopped:
+            assert at > 20
+            return
+    raise AssertionError("it never got through")
+
+
 def test_a_relay_killed_before_it_checked_its_blobs() -> None:
     """The commit succeeds, then retention deletes a blob that was an old orphan before it."""
     source, destination = open_bucket("memory://"), open_bucket("memory://")
