@@ -26,6 +26,7 @@ from deltawire.codec import Digest
 from deltawire.engines.base import Completion, Sampling, Truncation
 from deltawire.engines.following import engine_client, environment, remote_sampler
 from deltawire.engines.following.engine_client import EngineClient, RemoteWeights
+from deltawire.engines.following.engine_server import ServedModel
 from deltawire.engines.following.routed_experts import experts_of
 from deltawire.engines.vllm import server
 from deltawire.engines.vllm.opening import logprobs_mode
@@ -489,10 +490,7 @@ def test_a_guarded_command_ends_with_its_parent_however_that_dies(
         time.sleep(0.02)
 
 
-SLOTS = {
-    "slots": 1, "capacity": 8, "cache_bytes": 1 << 20, "precision": "float32", "seed": 0,
-    "threads": 1,
-}  # fmt: skip
+SLOTS = {"slots": 1, "capacity": 8, "precision": "float32", "seed": 0, "threads": 1}
 
 
 def test_a_server_that_does_not_start_shows_the_end_of_its_log(
@@ -505,7 +503,8 @@ def test_a_server_that_does_not_start_shows_the_end_of_its_log(
     )
     python.chmod(0o755)
     monkeypatch.setenv("DELTAWIRE_VLLM_PYTHON", str(python))
-    started = server.VllmServer(tmp_path, "memory:///", **SLOTS)  # type: ignore[arg-type]
+    model = ServedModel(tmp_path, "memory:///", **SLOTS)  # type: ignore[arg-type]
+    started = server.VllmServer(model, cache_bytes=1 << 20)
     with pytest.raises(InputError, match="no such kernel"):
         started.wait_until_up(stopping=lambda: False)
     started.close()

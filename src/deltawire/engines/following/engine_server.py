@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from deltawire.engines.following.engine_client import EngineClient
@@ -29,6 +30,23 @@ TAIL_BYTES = 2000
 MAX_LOG_BYTES = 1 << 20
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The model files in ``folder`` and the ``run`` whose weights replace theirs, and what a server
+    must hold: so many ``slots`` of ``capacity`` tokens, in ``precision``. With ``routes``, answers
+    tell their expert choices."""
+
+    folder: Path
+    run: str
+    slots: int
+    capacity: int
+    precision: str
+    seed: int
+    threads: int
+    public_key: str = ""
+    routes: bool = False
+
+
 class EngineServer:
     """A server of ``engine``, whose Python package is ``package``, started by `start`. Call
     `wait_until_up` first. The server ends when this process ends, for any reason; it writes to the
@@ -39,10 +57,12 @@ class EngineServer:
     ``DELTAWIRE_VLLM_ARGS`` adds. Raises `InputError` if there is no such engine.
     """
 
-    def __init__(self, engine: str, package: str, run: str, public_key: str) -> None:
+    def __init__(self, engine: str, package: str, model: ServedModel) -> None:
         self.engine = engine
         self.python = engine_python(package)
-        self.settings = json.dumps({"run": run, "public_key": public_key, "follow": False})
+        self.settings = json.dumps(
+            {"run": model.run, "public_key": model.public_key, "follow": False}
+        )
         self.more = shlex.split(os.environ.get(f"DELTAWIRE_{package.upper()}_ARGS", ""))
         self._folder = tempfile.TemporaryDirectory(prefix=f"dw-{package}-")
         self.socket = str(Path(self._folder.name) / "http")

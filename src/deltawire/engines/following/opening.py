@@ -9,7 +9,7 @@ import torch
 
 from deltawire.engines.base import EngineRequest, OpenEngine
 from deltawire.engines.following.engine_client import RemoteWeights
-from deltawire.engines.following.engine_server import EngineServer
+from deltawire.engines.following.engine_server import EngineServer, ServedModel
 from deltawire.engines.following.remote_sampler import RemoteSampler
 from deltawire.engines.following.routed_experts import experts_of
 from deltawire.errors import InputError
@@ -27,13 +27,13 @@ def shape_of(request: EngineRequest) -> Any:
 def open_followed(
     request: EngineRequest,
     model: Any,
-    start: Callable[..., EngineServer],
+    start: Callable[[ServedModel], EngineServer],
     sampler: type[RemoteSampler],
 ) -> OpenEngine:
     """Starts a server of ``model``, from `shape_of`, and has it serve the newest version.
 
     The server fetches the weights; this process reads only the manifests, and holds the server to
-    their digests. ``start`` is called with what all engines need. Raises `InputError` if the run
+    their digests. Raises `InputError` if the run
     has no version, or routes are asked for of a model without experts, or the server does not come
     up; `ResyncError` if it does not reach the version, or reaches it with another digest.
     """
@@ -43,15 +43,17 @@ def open_followed(
     if newest is None:
         raise InputError("the run has no version yet", run=request.bucket.url)
     server = start(
-        request.folder,
-        request.bucket.url,
-        public_key=pin_of(request.run),
-        slots=request.slots,
-        capacity=request.capacity,
-        precision=request.precision,
-        seed=request.seed,
-        threads=request.threads,
-        routes=experts is not None,
+        ServedModel(
+            request.folder,
+            request.bucket.url,
+            slots=request.slots,
+            capacity=request.capacity,
+            precision=request.precision,
+            seed=request.seed,
+            threads=request.threads,
+            public_key=pin_of(request.run),
+            routes=experts is not None,
+        )
     )
     try:
         server.wait_until_up(stopping=request.is_stopping)

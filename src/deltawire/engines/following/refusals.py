@@ -10,6 +10,28 @@ from deltawire.errors import InputError
 from deltawire.placement.placement import Placement
 
 
+def refuse_older(engine: str, found: str, least: str, *, because: str) -> None:
+    """Raises `InputError` for a version of ``engine`` below ``least``, which ``because`` explains.
+    Only the first three numbers count."""
+
+    def numbers(version: str) -> list[int]:
+        return [int(part) for part in version.split(".")[:3] if part.isdecimal()]
+
+    if numbers(found) < numbers(least):
+        raise InputError(f"{engine} {found} {because}", hint=f"use {least} or a later version")
+
+
+def refuse_flags(engine: str, flags: Mapping[str, bool]) -> None:
+    """Raises `InputError` for the first of ``flags`` that is in use: a swap was not tested with
+    it."""
+    for flag, used in flags.items():
+        if used:
+            raise InputError(
+                f"deltawire does not follow a run under {engine}'s {flag}",
+                hint=f"serve without {flag}",
+            )
+
+
 def refuse_changed(changes: Mapping[str, str] | None, *, engine: str, hint: str) -> None:
     """Raises `InputError` if weights changed or moved after the loader wrote them, according to
     `parameter_sums.differences`; None stands for not observed.

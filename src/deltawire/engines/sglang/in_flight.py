@@ -1,19 +1,14 @@
 """Labels SGLang's requests at a swap, keys cached prefixes, and treats sequences that run.
 
-SGLang finds cached keys and values by the preceding tokens and an ``extra_key`` of the request.
-Here that key also names the weights, so a request that holds no keys and values never reuses what
-older weights computed. Sequences that keep running over a swap keep the key they started with, so
-later requests do not find what they add to the cache.
+SGLang finds cached keys and values by the preceding tokens and the ``extra_key`` of a request.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from deltawire.engines.following.prefix_salt import resalt
 from deltawire.engines.following.settings import InFlight as Mode
-
-_KEY = "_deltawire_key"
-_EPOCH = "_deltawire_epoch"
 
 DONE = object()
 """Stands in the queue of results for one that a swap has processed already."""
@@ -52,12 +47,8 @@ class InFlight:
 
     def salt(self, request: Any) -> None:
         """Has a request that holds no keys and values find cached prefixes of this version only."""
-        if request.kv.holds_kv or getattr(request, _EPOCH, None) == self._epoch:
-            return
-        if not hasattr(request, _KEY):
-            setattr(request, _KEY, request.extra_key or "")
-        setattr(request, _EPOCH, self._epoch)
-        request.extra_key = f"deltawire {self._epoch} {getattr(request, _KEY)}"
+        if not request.kv.holds_kv:
+            resalt(request, "extra_key", self._epoch)
 
     def _running(self) -> set[Any]:
         found: set[Any] = self._scheduler.collect_inflight_reqs()

@@ -7,46 +7,44 @@ from typing import Any
 import torch
 
 from deltawire.engines.following.parameter_sums import changes_after_loading
-from deltawire.engines.following.refusals import refuse_changed, refuse_unreached
+from deltawire.engines.following.refusals import (
+    refuse_changed,
+    refuse_flags,
+    refuse_older,
+    refuse_unreached,
+)
 from deltawire.errors import InputError
 from deltawire.placement.placement import Placement
 
-LEAST = (0, 5, 21)
+LEAST = "0.5.21"
 """The first version that reports the spans of weight versions of an answer."""
 
 ABSORBED = ("w_kc", "w_vc")
 """Tensors that latent attention derives from ``kv_b_proj`` after loading, outside of parameters."""
 
 
+TESTED = {
+    "pp_size": 1, "dp_size": 1, "enable_eplb": False, "disaggregation_mode": "null",
+    "speculative_algorithm": None, "enable_hierarchical_cache": False, "tokenizer_worker_num": 1,
+}  # fmt: skip
+"""The values of arguments with which swaps were tested."""
+
+
 def refuse_version(found: str) -> None:
     """Raises `InputError` for a version of SGLang without spans of weight versions."""
-    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdecimal())
-    if numbers < LEAST:
-        raise InputError(
-            f"SGLang {found} does not report which weights made which token",
-            hint=f"use {'.'.join(map(str, LEAST))} or a later version",
-        )
+    because = "does not report which weights made which token"
+    refuse_older("SGLang", found, LEAST, because=because)
 
 
 def refuse_arguments(server_args: Any) -> None:
     """Raises `InputError` for settings under which a swap was not tested."""
-    refused = {
-        "--pp-size": server_args.pp_size > 1,
-        "--dp-size": server_args.dp_size > 1,
-        "--enable-eplb": bool(getattr(server_args, "enable_eplb", False)),
-        "--disaggregation-mode": getattr(server_args, "disaggregation_mode", "null") != "null",
-        "--speculative-algorithm": bool(server_args.speculative_algorithm),
-        "--enable-hierarchical-cache": bool(
-            getattr(server_args, "enable_hierarchical_cache", False)
-        ),
-        "--tokenizer-worker-num": getattr(server_args, "tokenizer_worker_num", 1) > 1,
-    }
-    for flag, used in refused.items():
-        if used:
-            raise InputError(
-                f"deltawire does not follow a run under SGLang's {flag}",
-                hint=f"serve without {flag}",
-            )
+    refuse_flags(
+        "SGLang",
+        {
+            f"--{name.replace('_', '-')}": getattr(server_args, name, tested) != tested
+            for name, tested in TESTED.items()
+        },
+    )
 
 
 def refuse(model: torch.nn.Module, placement: Placement) -> None:

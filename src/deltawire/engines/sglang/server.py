@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from deltawire.engines.following.engine_server import EngineServer
+from deltawire.engines.following.engine_server import EngineServer, ServedModel
 from deltawire.engines.following.routed_experts import FLAG
 from deltawire.engines.sglang import FOLLOW
 
@@ -21,33 +20,20 @@ CPU = (
 
 
 class SglangServer(EngineServer):
-    """An SGLang server for the model files in ``folder``, with weights from the run. See
-    `EngineServer`."""
+    """An SGLang server for ``model``. See `EngineServer`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        run: str,
-        *,
-        public_key: str = "",
-        slots: int,
-        capacity: int,
-        precision: str,
-        seed: int,
-        threads: int,
-        on_cpu: bool,
-        routes: bool = False,
-    ) -> None:
-        super().__init__("SGLang", "sglang", run, public_key)
-        tokens = slots * (capacity + ROOM)
+    def __init__(self, model: ServedModel, *, on_cpu: bool) -> None:
+        super().__init__("SGLang", "sglang", model)
+        capacity = model.capacity + ROOM
+        tokens = model.slots * capacity
         command = [
             self.python, "-P", "-m", "deltawire.engines.sglang.private_server", self.socket,
-            "--model-path", str(folder), "--load-format", "dummy", "--skip-tokenizer-init",
+            "--model-path", str(model.folder), "--load-format", "dummy", "--skip-tokenizer-init",
             "--grammar-backend", "none", "--skip-server-warmup", "--sleep-on-idle",
-            "--dtype", precision, "--context-length", str(capacity + ROOM),
-            "--max-running-requests", str(slots), "--max-total-tokens", str(tokens),
-            "--random-seed", str(seed % 2**31), "--log-level", "warning",
-            *(CPU if on_cpu else ()), *([FLAG] if routes else []), *self.more,
+            "--dtype", model.precision, "--context-length", str(capacity),
+            "--max-running-requests", str(model.slots), "--max-total-tokens", str(tokens),
+            "--random-seed", str(model.seed % 2**31), "--log-level", "warning",
+            *(CPU if on_cpu else ()), *([FLAG] if model.routes else []), *self.more,
         ]  # fmt: skip
         own = {
             FOLLOW: self.settings,
@@ -56,4 +42,4 @@ class SglangServer(EngineServer):
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             **({"SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {}),
         }
-        self.start(command, {"OMP_NUM_THREADS": str(threads), **os.environ, **own})
+        self.start(command, {"OMP_NUM_THREADS": str(model.threads), **os.environ, **own})

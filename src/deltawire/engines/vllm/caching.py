@@ -1,25 +1,19 @@
 """Keys vLLM's prefix cache by version.
 
 vLLM finds cached keys and values by a hash of the preceding tokens, salted with a value that the
-request brings. Here the salt also names the weights, so a new request never reuses what older
-weights computed. Sequences that keep running over a swap keep the salt they started with, so later
-requests do not find what they add to the cache.
+request brings.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from deltawire.engines.following import prefix_salt
+
 
 def resalt(request: Any, epoch: str) -> None:
     """Assigns a request that is not running yet to ``epoch``, and recomputes its hashes."""
-    if getattr(request, "_deltawire_epoch", None) == epoch:
-        return
-    if not hasattr(request, "_deltawire_salt"):
-        request._deltawire_salt = request.cache_salt or ""
-    request._deltawire_epoch = epoch
-    request.cache_salt = f"deltawire {epoch} {request._deltawire_salt}"
-    if request._block_hasher is not None:
+    if prefix_salt.resalt(request, "cache_salt", epoch) and request._block_hasher is not None:
         request.block_hashes.clear()
         request.update_block_hashes()
 

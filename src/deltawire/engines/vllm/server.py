@@ -4,48 +4,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from deltawire.engines.following.engine_server import EngineServer
+from deltawire.engines.following.engine_server import EngineServer, ServedModel
 from deltawire.engines.following.routed_experts import FLAG
 from deltawire.engines.vllm.settings import SECTION
 
 
 class VllmServer(EngineServer):
-    """A ``vllm serve`` process for the model files in ``folder``, with weights from the run.
+    """A ``vllm serve`` process for ``model``.
 
     ``slot`` are the arguments for a run with an adapter. See `EngineServer`.
     """
 
     def __init__(
         self,
-        folder: Path,
-        run: str,
+        model: ServedModel,
         *,
-        public_key: str = "",
-        slots: int,
-        capacity: int,
         cache_bytes: int,
-        precision: str,
-        seed: int,
-        threads: int,
         logprobs_mode: str = "processed_logprobs",
-        routes: bool = False,
         slot: Sequence[str] = (),
     ) -> None:
-        super().__init__("vLLM", "vllm", run, public_key)
+        super().__init__("vLLM", "vllm", model)
         command = [
-            self.python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
-            "--uds", self.socket, "--load-format", "dummy", "--skip-tokenizer-init",
-            "--generation-config", "vllm", "--dtype", precision, "--enforce-eager",
-            "--max-model-len", str(capacity), "--max-num-seqs", str(slots),
-            "--kv-cache-memory-bytes", str(cache_bytes), "--seed", str(seed % 2**32),
+            self.python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--uds", self.socket,
+            "--model", str(model.folder), "--load-format", "dummy", "--skip-tokenizer-init",
+            "--generation-config", "vllm", "--dtype", model.precision, "--enforce-eager",
+            "--max-model-len", str(model.capacity), "--max-num-seqs", str(model.slots),
+            "--kv-cache-memory-bytes", str(cache_bytes), "--seed", str(model.seed % 2**32),
             "--logprobs-mode", logprobs_mode, "--enable-scale-out",
             "--disable-log-stats", "--uvicorn-log-level", "warning",
             "--additional-config", f'{{"{SECTION}": {self.settings}}}',
-            *([FLAG] if routes else []), *slot, *self.more,
+            *([FLAG] if model.routes else []), *slot, *self.more,
         ]  # fmt: skip
-        self.start(command, _environment(threads))
+        self.start(command, _environment(model.threads))
 
 
 def _environment(threads: int) -> dict[str, str]:
