@@ -14,14 +14,15 @@ The time until a hanging process is killed, while the store answers: let P be `H
 `WATCH_S`, and R the time that the store takes for one request, at most `REQUEST_S`:
 
 - The process is stopped (SIGSTOP), or its interpreter is blocked: its last heartbeat was written
-before that. The watchdog sees that heartbeat at most W + R later, sees no newer one, and kills the
-process ``faults.silence_s`` later. In total at most silence_s + 2 (W + R). - Its main thread hangs
-(a deadlock, an endless loop in an environment or an engine): the activity that it marked last may
-take a time A, the next heartbeat after A states that this time has passed, and the watchdog reads
-it at most P + W + 2 R later. In total at most A + P + W + 2 R. A is
-  ``faults.stall_s``, and for a long task (`deltawire.runtime.heartbeat`) at most ``faults.long_s``.
+  before that. The watchdog sees that heartbeat at most W + R later, sees no newer one, and kills
+  the process ``faults.silence_s`` later. In total at most silence_s + 2 (W + R).
+- Its main thread hangs (a deadlock, an endless loop in an environment or an engine): the activity
+  that it marked last may take a time A, the next heartbeat after A states that this time has
+  passed, and the watchdog reads it at most P + W + 2 R later. In total at most A + P + W + 2 R. A
+  is ``faults.stall_s``, and for a long task (`deltawire.runtime.heartbeat`) at most
+  ``faults.long_s``.
 - Before its first heartbeat, which needs only a running interpreter: `FIRST_HEARTBEAT_S`, or
-silence_s if that is longer.
+  silence_s if that is longer. Time in which it waits for a processor does not count.
 
 A killed process is restarted `RESTART_PAUSE_S` later, or later if it dies repeatedly. While the
 store does not answer, no process is killed: silence that the watchdog could not have observed does
@@ -298,6 +299,10 @@ class Supervisor:
             return shortage
         if error := self._last_error(child):
             return ChildError(error, code)
+        if child.killed_for:
+            return ChildError(
+                f"{child.name} was killed: {child.killed_for}; its log is {log}", code
+            )
         reason = f"signal {-code}" if code < 0 else f"exit code {code}"
         if shutil.disk_usage(self._logs).free < FULL_BYTES:
             reason += f", and there is no space left on the disk of {self._logs}"

@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from deltawire.errors import DeltawireError
 from deltawire.events import Role
@@ -72,6 +74,8 @@ class Watchdog(threading.Thread):
         self._silence_s = silence_s
         self._judges: dict[str, tuple[int, Liveness]] = {}
         self._checked_at: dict[str, float] = {}
+        self._used_s: dict[int, float] = {}
+        """The processor time of each process without a heartbeat when it was last checked."""
         self._closed = threading.Event()
 
     def run(self) -> None:
@@ -101,6 +105,8 @@ class Watchdog(threading.Thread):
         if heartbeat is not None and heartbeat.finished:
             child.productive = True
         elapsed_s = 0.0 if before is None else min(now - before, 2 * WATCH_S)
+        if heartbeat is None and process.memory is not None:
+            elapsed_s = self._not_queued(process.pid, elapsed_s)
         state, reason = liveness.observe(heartbeat, elapsed_s), liveness.reason
         if state == "ended" and liveness.silent_s > EXIT_S:
             reason = f"it ended {liveness.silent_s:.0f} s ago and did not exit"
@@ -110,8 +116,24 @@ class Watchdog(threading.Thread):
                     child.killed_for = reason
                     process.kill()
 
+    def _not_queued(self, pid: int, elapsed_s: float) -> float:
+        """Return the part of the time in which a process on this machine did not wait for a
+        processor. On a busy machine it waits most of the time before its first heartbeat."""
+        runnable, used_s = processor_of(pid)
+        before, self._used_s[pid] = self._used_s.get(pid, 0.0), used_s
+        return min(elapsed_s, used_s - before) if runnable else elapsed_s
+
     def close(self) -> None:
         """Stops watching."""
         self._closed.set()
         if self.is_alive():
             self.join(timeout=2 * REQUEST_S)
+
+
+def processor_of(pid: int) -> tuple[bool, float]:
+    """Returns whether the main thread of a process runs or could run, and the processor time of the
+    process in seconds; False and 0 if the system does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return words[0] == "R", (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    return False, 0.0

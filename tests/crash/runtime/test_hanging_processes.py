@@ -243,6 +243,46 @@ def test_a_process_that_ended_and_does_not_exit_is_killed(bucket, monkeypatch) -
     assert "did not exit" in child.killed_for
 
 
+@pytest.mark.parametrize(
+    ("runnable", "share", "local", "after_s"),
+    [
+        (True, 0.05, True, 1200),
+        (True, 1.0, True, 60),
+        (False, 0.05, True, 60),
+        (True, 0, False, 60),
+    ],
+    ids=["starved", "endless loop", "asleep", "elsewhere"],
+)
+def test_a_process_that_waits_for_a_processor_may_start_more_slowly(
+    bucket, monkeypatch, runnable, share, local, after_s
+) -> None:
+    """Before the first heartbeat only its own time counts, so a loop without end is still found."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(watching, "processor_of", lambda _: (runnable, share * clock.now))
+    killed = []
+    process = SimpleNamespace(
+        pid=77, returncode=None, kill=lambda: killed.append(clock.now),
+        memory=object() if local else None,
+    )  # fmt: skip
+    child = watching.Child("w0", "worker", [], process=process)
+    dog = watching.Watchdog(bucket, [child], silence_s=5.0)
+    while not killed and clock.now < 5000:
+        dog.check(child)
+        clock.now += 1.0
+    assert after_s < killed[0] <= after_s + 21
+    assert child.killed_for.startswith("no sign of life for 6")
+
+
+def test_the_time_of_a_processor_is_read() -> None:
+    assert watching.processor_of(1 << 30) == (False, 0.0)
+    if not Path("/proc/self/stat").exists():
+        return
+    runnable, used_s = watching.processor_of(os.getpid())
+    assert runnable
+    assert 0 < used_s <= time.process_time() + 0.1
+
+
 def test_silence_counts_only_while_it_could_be_noticed() -> None:
     liveness = Liveness(silence_s=10)
     assert liveness.observe(heartbeat(1), 1) == "alive"
