@@ -29,6 +29,9 @@ KEYS: Final[dict[str, Key]] = {
         "satisfaction", ">=", 0.0, "true satisfaction of simulated users, end over start, 5 seeds"
     ),
     "satisfaction_gain_errors": Key("satisfaction", ">=", 3.0, "that gain over its standard error"),
+    "releases_right": Key(
+        "releases", ">=", 18, "of 20 runs of make live, those that stop both plants and gain 0.1"
+    ),
     "lagged_gain": Key(
         "lagged", ">=", 0.2, "gain of satisfaction from answers 6 to 12 versions old, worst seed"
     ),

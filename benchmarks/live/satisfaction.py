@@ -11,52 +11,20 @@ seeds are measured at most now; while one is missing both keys are null.
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from benchmarks.live.seeds import read_report, run_seed
 from benchmarks.training.keys import Measured, Options
 from deltawire.dashboard.simulation import SimulationReport
 
+USERS = Path(__file__).with_name("users.toml")
 SEEDS = 5
 SECONDS = 120.0
 RATE = 20.0
 LIMIT_S = 900.0
 """Seconds that one seed may take, on a machine that is busy with other work too."""
-
-
-def read_report(folder: Path) -> SimulationReport | None:
-    """Returns the report of a seed; None if it was not measured to its end."""
-    path = folder / "live.json"
-    if not path.is_file():
-        return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=SimulationReport)
-    except msgspec.MsgspecError:
-        return None
-
-
-def run_seed(folder: Path, seed: int) -> None:
-    """Measures one seed, in place of what an interrupted measurement left."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    command = [
-        sys.executable,
-        "-m",
-        "deltawire",
-        "simulate",
-        str(Path(__file__).with_name("users.toml")),
-    ]
-    command += ["--out", str(folder), "--seed", str(seed)]
-    command += ["--seconds", str(SECONDS), "--rate", str(RATE), "--json"]
-    subprocess.run(  # noqa: S603 - our own command
-        command, check=False, stdout=subprocess.DEVNULL, timeout=LIMIT_S
-    )
 
 
 def summarize(reports: dict[int, SimulationReport | None]) -> Measured:
@@ -86,5 +54,7 @@ def measure(options: Options) -> Measured:
     folders = {seed: out / f"seed-{seed}" for seed in range(options.seed, options.seed + SEEDS)}
     missing = [seed for seed, folder in folders.items() if read_report(folder) is None]
     for seed in missing[: options.repeats]:
-        run_seed(folders[seed], seed)
+        run_seed(
+            folders[seed], seed, config=USERS, seconds=SECONDS, rate=RATE, limit_s=LIMIT_S
+        )  # fmt: skip
     return summarize({seed: read_report(folder) for seed, folder in folders.items()})

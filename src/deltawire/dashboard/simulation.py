@@ -72,7 +72,8 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     """The figures of one simulation. Satisfaction is true satisfaction, from 0 to 1.
 
     ``gain`` is that of the last fifth of the time less that of the first, and ``gain_se`` its
-    standard error. ``trained_by_age`` counts answers by the seconds from serving to grouping.
+    standard error. ``planted`` are the versions of ``live.planted``. ``trained_by_age`` counts
+    answers by the seconds from serving to grouping.
     """
 
     name: str
@@ -96,6 +97,7 @@ class SimulationReport(msgspec.Struct, kw_only=True):
     counts: dict[str, int] = {}
     decisions: list[DecisionNote] = []
     candidates: list[CandidateNote] = []
+    planted: dict[str, int] = {}
 
     @property
     def failures(self) -> list[str]:
@@ -159,6 +161,7 @@ def report_of(done: Simulated) -> SimulationReport:
         counts=dict(done.result.counts),
         decisions=[_note(one, done.began) for one in made],
         candidates=_candidates(made, done),
+        planted=dict(done.planted),
     )
 
 
@@ -195,6 +198,14 @@ def lines_of(report: SimulationReport) -> list[tuple[str, str]]:
         ("captures / feedback lost", f"{report.captures_lost:.0f} / {report.feedback_lost:.0f}"),
     ]
     rows += [(f"candidate {one.version}", _story(one)) for one in report.candidates]
+    rows += [
+        (
+            f"planted: {kind}",
+            f"version {version} was in no candidate; a longer run, or a faster machine, shows it",
+        )
+        for kind, version in report.planted.items()
+        if not any(kind in one.planted.split(", ") for one in report.candidates)
+    ]
     rows += [
         (f"decision at {d.at:.0f} s", f"{d.verdict} of version {d.version}: {d.reason}")
         for d in report.decisions

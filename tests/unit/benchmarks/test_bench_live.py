@@ -1,19 +1,21 @@
 """The frame of ``deltawire bench live``."""
 
 import importlib
+import sys
 
 import msgspec
 import pytest
 
-from benchmarks.live import bandit, satisfaction
+from benchmarks.live import bandit, releases, satisfaction, seeds
 from benchmarks.live.delays import lost_rejections
 from benchmarks.live.freshness import lag_of
 from benchmarks.live.influence import CAP, largest_share
 from benchmarks.live.keys import KEYS, PACKAGE
 from benchmarks.live.lagged import kept_gain
+from benchmarks.live.seeds import Ended
 from benchmarks.training.keys import Options, choose_keys
 from deltawire.cli.main import build_parser
-from deltawire.dashboard.simulation import SimulationReport
+from deltawire.dashboard.simulation import CandidateNote, SimulationReport
 
 
 def test_every_key_names_a_module_with_a_measurement():
@@ -33,7 +35,7 @@ def report_of_seed(gain):
 def test_a_missing_seed_is_null_and_only_missing_ones_are_measured(tmp_path, monkeypatch):
     ran = []
 
-    def run_seed(folder, seed):
+    def run_seed(folder, seed, **_):
         ran.append(seed)
         if seed != 3:  # This one fails.
             folder.mkdir(parents=True, exist_ok=True)
@@ -57,6 +59,58 @@ def test_a_missing_seed_is_null_and_only_missing_ones_are_measured(tmp_path, mon
     error = (2.5 * 0.01**2 / 5) ** 0.5
     assert whole.details["standard_error"] == pytest.approx(error)
     assert whole.values["satisfaction_gain_errors"] == pytest.approx(0.22 / error)
+
+
+def candidate(planted, outcome):
+    return CandidateNote(8, planted, outcome, 30.0, 100, 0.5, 0.5)
+
+
+STOPPED = [candidate("gate", "stopped by the gate"), candidate("users", "rolled back")]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "gain", "code", "right"),
+    [
+        (STOPPED, 0.2, 0, True),
+        ([*STOPPED, candidate("", "promoted")], 0.2, 0, True),
+        (STOPPED, 0.09, 0, False),
+        (STOPPED, 0.2, 13, False),
+        (STOPPED[:1], 0.2, 0, False),
+        ([*STOPPED, candidate("users", "promoted")], 0.2, 0, False),
+        ([STOPPED[0], candidate("users", "undecided")], 0.2, 0, False),
+    ],
+)
+def test_a_run_of_releases_is_right_if_both_plants_were_stopped(candidates, gain, code, right):
+    report = msgspec.structs.replace(
+        report_of_seed(gain), candidates=candidates, counts={"asked": 10, "turned_away": 3}
+    )
+    row = releases.row_of(report, Ended(code, "", 9.0, 2.0), ["gate", "users"])
+    assert row["right"] is right
+    assert (row["asked"], row["turned_away"], row["load"]) == (10, 3, 2.0)
+    assert not releases.row_of(None, Ended(7, "ratios", 1.0, 2.0), ["gate"])["right"]
+
+
+def test_a_seed_of_releases_is_run_once_and_says_how_it_ended(tmp_path, monkeypatch):
+    words = "import sys; sys.stderr.write('ratios explode'); sys.exit(7)"
+    monkeypatch.setattr(seeds, "COMMAND", (sys.executable, "-c", words))
+    options = Options(out=str(tmp_path), repeats=1)
+    first = releases.measure(options)
+    assert first.values == {"releases_right": None}
+    row = first.details["seeds"]["0"]
+    assert (row["right"], row["code"], row["said"]) == (False, 7, "ratios explode")
+    assert first.details["seeds"]["1"] is None
+    again = releases.measure(options)
+    assert again.details["seeds"]["0"] == row
+    assert again.details["seeds"]["1"]["code"] == 7
+
+
+def test_a_seed_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(seeds, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    seeds.run_seed(
+        tmp_path / "0", 0, config=releases.EXAMPLE, seconds=1.0, rate=1.0, limit_s=0.2
+    )  # fmt: skip
+    assert seeds.read_ended(tmp_path / "0").code is None
+    assert seeds.read_report(tmp_path / "0") is None
 
 
 def test_the_bandit_learns_what_honest_users_like():

@@ -183,6 +183,9 @@ def test_the_report_tells_what_became_of_each_candidate(tmp_path):
     rows = dict(lines_of(report))
     assert rows["candidate 8"] == "rolled back after 30 s; satisfaction 0.200, of others 0.500"
     assert rows["candidate 4"] == "stopped by the gate after 2 s, planted: gate"
+    assert not [name for name in rows if name.startswith("planted")]
+    early = msgspec.structs.replace(report, candidates=report.candidates[:2])
+    assert dict(lines_of(early))["planted: users"].startswith("version 11 was in no candidate")
 
 
 def test_a_failure_is_said_and_ends_with_a_code(tmp_path, monkeypatch, capsys):
