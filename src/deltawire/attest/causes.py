@@ -69,6 +69,26 @@ class Known:
         """The further versions."""
         return list(self._others())
 
+    @cached_property
+    def disagreeing(self) -> frozenset[str]:
+        """The found tensors of which ranks hold different copies."""
+        return frozenset(self.found.digests.copies_disagree)
+
+    @cached_property
+    def alike(self) -> dict[tuple[tuple[int, ...], str], list[str]]:
+        """The names of the reference's tensors by shape and dtype, at most `MAX_ALIKE` + 1."""
+        groups: dict[tuple[tuple[int, ...], str], list[str]] = {}
+        for tensor in self.reference.digests.tensors:
+            group = groups.setdefault((tensor.shape, tensor.dtype), [])
+            if len(group) <= MAX_ALIKE:
+                group.append(tensor.name)
+        return groups
+
+    @cached_property
+    def alias_of(self) -> dict[str, str]:
+        """One further name of each tensor that the reference ties."""
+        return {name: alias for alias, name in self.reference.digests.aliases.items()}
+
 
 def name_cause(name: str, place: Place, digest: Digest, known: Known) -> Cause | None:
     """Returns the first cause that gives ``digest`` at ``place`` of a tensor, None if none does."""
@@ -121,22 +141,20 @@ def _weight_is_equal(name: str, known: Known) -> bool:
 
 
 def _of_other_tensors(name: str, place: Place, digest: Digest, known: Known) -> Cause | None:
-    reference = known.reference.digests.by_name
-    alike = [
-        one
-        for one in reference.values()
-        if one.shape == place.shape and one.name != name and one.dtype == reference[name].dtype
-    ] if name in reference else []  # fmt: skip
-    for one in alike[:MAX_ALIKE]:
-        if not _holds(name, place, digest, one.name, known):
+    tensor = known.reference.digests.by_name.get(name)
+    if tensor is None:
+        return None
+    alike = [one for one in known.alike.get((place.shape, tensor.dtype), []) if one != name]
+    for candidate in alike[:MAX_ALIKE]:
+        if not _holds(name, place, digest, candidate, known):
             continue
-        held = known.found.digests.by_name.get(one.name)
+        held = known.found.digests.by_name.get(candidate)
         back = held is not None and _holds(
-            one.name, place, Digest.from_hex(held.digest), name, known
+            candidate, place, Digest.from_hex(held.digest), name, known
         )
         if back:
-            return Cause("exchanged", f"it is exchanged with {one.name}")
-        return Cause("tensor", f"these are the weights of {one.name}")
+            return Cause("exchanged", f"it is exchanged with {candidate}")
+        return Cause("tensor", f"these are the weights of {candidate}")
     return None
 
 

@@ -153,12 +153,10 @@ def _verdict(
     ranks = sorted({part.rank for part in wrong})
     places = {part.place for part in parts if part not in wrong and not part.reason}
     if wrong and all(part.place in places for part in wrong):
-        tied = [
-            alias for alias, name in known.reference.digests.aliases.items() if name == spec.name
-        ]
+        tied = known.alias_of.get(spec.name)
         cause = _part_cause(spec, wrong, known)
         text = "another copy of the same elements has other bits"
-        text += f"; {tied[0]} is tied to it in the reference" if tied else ""
+        text += f"; {tied} is tied to it in the reference" if tied else ""
         text += f"; {cause.text}" if cause is not None else ""
         return TensorVerdict(
             name=spec.name, verdict="copies disagree", ranks=ranks, text=text,

@@ -10,6 +10,9 @@ from deltawire.errors import InputError, RetryError
 
 ANSWER_WITHIN_S = 60.0
 
+TEMPORARY = frozenset({408, 425, 429, 502, 503, 504})
+"""Status codes of a server that may answer later."""
+
 
 def send(
     url: str, *, limit: int, token: str = "", body: bytes | None = None, hint: str = ""
@@ -17,7 +20,8 @@ def send(
     """Returns the answer to a GET request, to a POST request if there is a ``body``, at most
     ``limit`` bytes. ``token`` is a bearer token, ``hint`` what to do if the server refuses.
 
-    Raises `InputError` if the server refuses or answers more, `RetryError` if it does not answer.
+    Raises `InputError` if the server refuses or answers more, `RetryError` if it does not answer,
+    or refuses for the moment (`TEMPORARY`).
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if body is not None:
@@ -27,6 +31,8 @@ def send(
         with urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S) as answer:  # noqa: S310
             data: bytes = answer.read(limit + 1)
     except urllib.error.HTTPError as error:
+        if error.code in TEMPORARY:
+            raise RetryError(f"{url} refuses for the moment: it answers {error.code}") from error
         raise InputError(
             f"{url} answers {error.code}",
             hint=hint or "is it the right address, and the right token?",

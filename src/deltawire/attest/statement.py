@@ -7,6 +7,7 @@ lies, so that it may be copied. It is read with limits, and its total must be th
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +46,13 @@ class TensorDigest(msgspec.Struct, frozen=True):
 
 
 class Digests(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag=FORMAT
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    dict=True,
+    tag_field="format",
+    tag=FORMAT,
 ):
     """The tensors of a model in name order, and the digest of all of them together.
 
@@ -64,7 +71,7 @@ class Digests(
     copies_disagree: Annotated[list[Name], Meta(max_length=MAX_TENSORS)] = []
     build: Annotated[str, Meta(max_length=MAX_BUILD)] = ""
 
-    @property
+    @cached_property
     def by_name(self) -> dict[str, TensorDigest]:
         """The tensors by name."""
         return {one.name: one for one in self.tensors}

@@ -115,7 +115,7 @@ def _verdict(name: str, known: Known) -> TensorVerdict | None:
     held = found.by_name.get(held_name)
     if tied is not None and (held is None or held_name == tied):
         return None
-    if name in found.copies_disagree:
+    if name in known.disagreeing:
         text = "ranks hold copies with different bits"
         return TensorVerdict(name=name, verdict="copies disagree", text=text)
     if held is None:

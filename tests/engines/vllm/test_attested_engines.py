@@ -7,6 +7,7 @@ vLLM itself.
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from deltawire import codec
 from deltawire.attest.combining import described, total_of
 from deltawire.attest.engine import ask_engine, compare_engine
 from deltawire.attest.sides import Side
+from deltawire.cli import attest
 from deltawire.cli.main import main
 from deltawire.engines.live_parts import METHOD, AttestRequest, EngineParts
 from deltawire.engines.vllm.attesting import answer_of
@@ -252,6 +254,31 @@ def test_a_server_that_does_not_attest_gets_one_clear_error(server, status, data
     server.respond = lambda *_: (status, data)
     with pytest.raises(kind, match=text):
         ask_engine(server.url, Fleet("dense", 1).side())
+
+
+def test_a_watch_goes_on_after_a_temporary_refusal(server, tmp_path, capsys, monkeypatch):
+    fleet = Fleet("dense", 1)
+    fleet.side().digests.write(tmp_path)
+    statuses = iter((200, 503, 200))
+
+    def respond(body, _):
+        answer = answer_of(fleet.modules[0], body["args"][0], 0)
+        return next(statuses), msgspec.json.encode(EngineParts([answer]))
+
+    def sleep(_):
+        nonlocal looks
+        looks -= 1
+        if looks == 1:  # The engine refused once; it holds other bits from now on.
+            fleet.modules[0].norm.data.view(torch.int16)[0] ^= 1
+        if not looks:
+            raise KeyboardInterrupt
+
+    looks, server.respond = 3, respond
+    monkeypatch.setattr(attest, "time", SimpleNamespace(sleep=sleep))
+    assert main(["attest", server.url, "--against", str(tmp_path), "--watch", "9"]) == 5
+    shown = capsys.readouterr()
+    assert "refuses for the moment: it answers 503" in shown.err
+    assert "1 differs" in shown.out
 
 
 def test_an_answer_about_elements_outside_of_a_tensor_is_refused():

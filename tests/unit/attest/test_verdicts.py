@@ -290,6 +290,42 @@ def test_a_reference_that_is_read_again(tmp_path):
         assert file.side().digests == digests(tensors)
 
 
+class Counted(list):
+    """A list that counts how many of its elements are looked at, of all lists together."""
+
+    seen, most = 0, 0
+
+    def __iter__(self):
+        for tensor in super().__iter__():
+            Counted.seen += 1
+            assert Counted.seen < Counted.most
+            yield tensor
+
+    def __contains__(self, name):
+        return any(name == element for element in self)
+
+
+@pytest.mark.parametrize("differing", [False, True])
+def test_the_work_is_in_proportion_to_the_tensors(differing, monkeypatch):
+    count = 20_000
+    monkeypatch.setattr(Counted, "seen", 0)
+    monkeypatch.setattr(Counted, "most", 8 * count)
+
+    def stated_side(digit):
+        tensors = [
+            TensorDigest(f"layer.{number}", (number % 97 + 1,), "F32", digit * 32)
+            for number in range(count)
+        ]
+        disagree = Counted(f"layer.{number}" for number in range(1, count, 2))
+        found = Digests(digest=digit * 32, tensors=Counted(tensors), copies_disagree=disagree)
+        return Side("stated", found)
+
+    monkeypatch.setattr(causes, "MAX_ALIKE", 4)
+    report = compare(stated_side("2" if differing else "1"), stated_side("1"))
+    assert report.counts["differs" if differing else "equal"] == count // 2
+    assert report.counts["copies disagree"] == count // 2
+
+
 def test_what_cannot_be_compared_gets_one_clear_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_file({"a": Q}, "model.safetensors")
