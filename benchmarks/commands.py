@@ -23,6 +23,7 @@ def add_parsers(benches: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         _add_scale,
         _add_hops,
         _add_branches,
+        _add_attest,
         _add_rounding,
     ):
         add(benches)
@@ -265,6 +266,21 @@ def _add_branches(benches: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "branches",
         "tools over the versions of a run",
         seed="the seed of the simulated tests",
+    )
+
+
+def _add_attest(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add_keys(
+        benches,
+        "attest",
+        "attested weights: bugs named, false alarms, costs, errors of the black box",
+        seed="the seed of weights and tokens",
+        repeated="steps that medians are taken over",
+    )
+    parser.add_argument(
+        "--out",
+        default="runs/bench-attest",
+        help="the folder of stored scores, which are not computed again (%(default)s)",
     )
 
 

@@ -160,7 +160,7 @@ def _verdict(
         text += f"; {cause.text}" if cause is not None else ""
         return TensorVerdict(
             name=spec.name, verdict="copies disagree", ranks=ranks, text=text,
-            cause="untied" if tied and cause is None else "" if cause is None else cause.kind,
+            cause="untied" if tied else "" if cause is None else cause.kind,
         )  # fmt: skip
     if not wrong and (once is None or reason):
         text = reason or unplaced or "the ranks hold only a part of it"

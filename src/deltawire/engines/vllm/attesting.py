@@ -9,7 +9,8 @@ vLLM's workers serve one after the other with its own updates, so no update happ
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import msgspec
@@ -33,10 +34,18 @@ class AttestWorker:
         from vllm.config import set_current_vllm_config
 
         worker: Any = self
-        context = set_current_vllm_config(worker.vllm_config)
-        runner = worker.model_runner
-        draft = getattr(getattr(runner, "drafter", None), "model", None)
-        answer = answer_of(worker.get_model(), request, worker.rank, context=context, draft=draft)
+        config = worker.vllm_config
+        draft_config = getattr(config.speculative_config, "draft_model_config", None)
+        answer = answer_of(
+            worker.get_model(),
+            request,
+            worker.rank,
+            context=lambda: set_current_vllm_config(config),
+            draft=getattr(getattr(worker.model_runner, "drafter", None), "model", None),
+            # A multi-token head is loaded from the model's checkpoint. Other drafts have their own,
+            # in which names such as model.layers.0 mean other tensors.
+            one_checkpoint=getattr(draft_config, "model", "") == config.model_config.model,
+        )
         found: dict[str, Any] = msgspec.to_builtins(answer)
         return found
 
@@ -46,18 +55,22 @@ def answer_of(
     request: str,
     rank: int,
     *,
-    context: AbstractContextManager[Any] | None = None,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     draft: torch.nn.Module | None = None,
+    one_checkpoint: bool = False,
 ) -> RankParts:
     """Returns a rank's answer. An error is its ``failure``: an exception would end the worker.
 
-    ``context`` is entered around the call of the model's own loader. The parameters of a ``draft``
-    model count as uncovered, because no digest reads them.
+    ``context`` makes what is entered around a call of a model's own loader. A ``draft`` model that
+    is loaded from ``one_checkpoint`` with the model is read as the model is; the parameters of
+    another one count as uncovered, because no digest reads them.
     """
     began = time.perf_counter()
     try:
         asked = msgspec.json.decode(request, type=AttestRequest)
-        answer = _read(model, asked, rank, context or nullcontext(), draft)
+        answer = _read(model, asked, rank, context)
+        if draft is not None and draft is not model:
+            answer = _with_draft(answer, draft, asked, context if one_checkpoint else None)
     except DeltawireError as error:
         return RankParts(rank=rank, failure=str(error))
     except Exception as error:
@@ -65,19 +78,41 @@ def answer_of(
     return msgspec.structs.replace(answer, seconds=time.perf_counter() - began)
 
 
+def _with_draft(
+    answer: RankParts,
+    draft: torch.nn.Module,
+    asked: AttestRequest,
+    context: Callable[[], AbstractContextManager[Any]] | None,
+) -> RankParts:
+    """Adds what a draft model holds; without a ``context`` only the names of its parameters."""
+    read = None
+    if context is not None:
+        with suppress(InputError):  # Its loader cannot be observed.
+            read = _read(draft, asked, answer.rank, context)
+    if read is None:
+        read = RankParts(uncovered={n: held.numel() for n, held in draft.named_parameters()})
+    placed = {part.tensor for part in (*answer.parts, *read.parts)}
+    names = {asked.tensors[number].name for number in placed}
+    return RankParts(
+        rank=answer.rank,
+        parts=[*answer.parts, *read.parts],
+        unplaced={n: why for n, why in answer.unplaced.items() if n not in names},
+        uncovered=answer.uncovered | {f"draft: {n}": count for n, count in read.uncovered.items()},
+    )
+
+
 def _read(
     model: torch.nn.Module,
     asked: AttestRequest,
     rank: int,
-    context: AbstractContextManager[Any],
-    draft: torch.nn.Module | None,
+    context: Callable[[], AbstractContextManager[Any]],
 ) -> RankParts:
     loader: Any = getattr(model, "load_weights", None)
     if loader is None:
         raise InputError(f"{type(model).__name__} has no load_weights to observe")
     live: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
     live |= dict(model.named_parameters(remove_duplicate=False))
-    with context:
+    with context():
         placement = probe(loader, asked.tensors, live, aliases=asked.aliases)
     odd = _changed(placement, changes_after_loading(model))
     parts = []
@@ -87,8 +122,6 @@ def _read(
         parts.append(_part(region, "" if reason or digest is None else digest.hex(), reason))
     sizes = {n: held.numel() for n, held in model.named_parameters(remove_duplicate=False)}
     uncovered = {n: count for n, count in placement.uncovered.items() if sizes.get(n) == count}
-    if draft is not None and draft is not model:
-        uncovered |= {f"draft: {n}": held.numel() for n, held in draft.named_parameters()}
     return RankParts(rank=rank, parts=parts, unplaced=placement.unplaced, uncovered=uncovered)
 
 

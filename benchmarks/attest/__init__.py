@@ -1,0 +1,1 @@
+"""Benchmarks of attestation: bugs that it names, false alarms and costs; see docs/ATTEST.md."""

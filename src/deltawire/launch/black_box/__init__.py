@@ -1,0 +1,1 @@
+"""Attests an endpoint by its log-probabilities only ([docs](docs/ATTEST.md))."""

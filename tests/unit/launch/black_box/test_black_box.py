@@ -1,0 +1,174 @@
+"""The verdicts on endpoints of which only log-probabilities are seen."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+
+from benchmarks.attest.cached_endpoint import VOCABULARY, CachedEndpoint, Recurrent
+from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.launch.black_box.endpoint import HttpEndpoint
+from deltawire.launch.black_box.judging import (
+    EndpointTests,
+    TwoSided,
+    check_endpoint,
+    fit_payoff,
+    nearer_payoff,
+)
+
+BASE = Recurrent(0)
+
+
+def looked(endpoint, versions, *, count=96, error=0.01, seed=0):
+    rng = np.random.default_rng(seed)
+    return check_endpoint(
+        endpoint,
+        [weights.version(name) for name, weights in versions.items()],
+        rng.integers(0, VOCABULARY, (count, 16)).tolist(),
+        name="the endpoint",
+        fresh=iter(rng.integers(0, VOCABULARY, count).tolist()),
+        error=error,
+    )
+
+
+@pytest.mark.parametrize("size", [0.003, 0.1])
+def test_the_version_that_is_served_is_the_same_and_its_neighbour_is_named(size):
+    before = BASE.stepped(1, size)
+    serving = CachedEndpoint(BASE, clears=True)
+    report = looked(serving, {"version 4": BASE, "version 3": before})
+    assert (report.verdict, report.fits, report.cause) == ("same", "version 4", "")
+    report = looked(serving, {"version 3": before, "version 4": BASE})
+    assert (report.verdict, report.fits, report.cause) == ("different", "version 4", "version")
+    assert report.gaps["version 4"] == pytest.approx(report.noise, rel=0.7)
+
+
+def test_a_change_within_the_noise_is_not_told_apart_without_the_other_version():
+    almost = CachedEndpoint(BASE.stepped(1, 0.0005), clears=True)
+    assert looked(almost, {"version 4": BASE}).verdict == "same"
+    far = CachedEndpoint(BASE.stepped(1, 0.1), clears=True)
+    report = looked(far, {"version 4": BASE})
+    assert (report.verdict, report.fits, report.cause) == ("different", "", "")
+
+
+def test_few_sequences_decide_nothing():
+    report = looked(CachedEndpoint(BASE, clears=True), {"version 4": BASE}, count=3)
+    assert (report.verdict, report.sequences, report.tokens) == ("cannot tell", 3, 45)
+
+
+def test_two_versions_with_the_same_scores_are_never_told_apart():
+    report = looked(CachedEndpoint(BASE, clears=True), {"version 4": BASE, "a copy": BASE})
+    assert (report.verdict, report.fits) == ("cannot tell", "")
+
+
+def test_an_endpoint_that_does_not_say_its_tokens_says_so():
+    silent = CachedEndpoint(BASE, clears=True, says_tokens=False)
+    report = looked(silent, {"version 4": BASE})
+    assert report.verdict == "same"
+    assert "no cache was examined" in report.notes[0]
+
+
+def test_the_error_rate_is_divided_among_the_tests():
+    """With 20 times as many looks at pure chance as the error rate allows one in."""
+    rng = np.random.default_rng(0)
+    wrong = 0
+    for _ in range(100):
+        test = TwoSided()
+        for payoff in rng.choice([-1.0, 1.0], 60):
+            test.add(payoff)
+            if test.decided(0.05 / 2):
+                wrong += 1
+                break
+    assert wrong <= 9  # 5 expected at most; more than 9 has a probability of 3 %.
+    one, three = EndpointTests(["a"], error=0.06), EndpointTests(["a", "b", "c"], error=0.06)
+    assert one._error * 4 == pytest.approx(three._error * 10) == pytest.approx(0.06)
+
+
+def test_payoffs_have_the_signs_that_they_state():
+    noise = np.full(8, 0.01)
+    first, second = np.zeros(8), np.full(8, 0.02)
+    assert (
+        nearer_payoff(first, first, second, noise) < 0 < nearer_payoff(second, first, second, noise)
+    )
+    assert nearer_payoff(second, first, first, noise) == 0
+    assert fit_payoff(noise, noise) == pytest.approx(-1 / 3)
+    assert fit_payoff(4 * noise, noise) == pytest.approx(1 / 3)
+    assert fit_payoff(0 * noise, 0 * noise) == 0
+
+
+@pytest.fixture
+def server():
+    """A completions endpoint over `CachedEndpoint`; ``answers`` replaces its answers."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(200, {"data": [{"id": "policy"}]})
+
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.server.asked.append(asked)
+            if self.server.answers:
+                return self.reply(*self.server.answers.pop(0))
+            endpoint, prompt = self.server.endpoint, asked["prompt"]
+            if asked.get("echo"):
+                given = [None, *endpoint.forced(prompt).tolist(), -1.0]
+                choice = {"logprobs": {"token_logprobs": given}}
+            else:
+                tokens, given = endpoint.drawn(prompt, asked["max_tokens"])
+                choice = {"logprobs": {"token_logprobs": given.tolist()}, "token_ids": tokens}
+            return self.reply(200, {"choices": [choice]})
+
+        def reply(self, status, body):
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    server.asked, server.answers = [], []
+    server.endpoint = CachedEndpoint(BASE, clears=True)
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_server_is_asked_over_http(server):
+    endpoint = HttpEndpoint(server.url + "/", token="secret")
+    assert endpoint.model == "policy"
+    report = looked(endpoint, {"version 4": BASE})
+    assert report.verdict == "same"
+    forced = [asked for asked in server.asked if asked.get("echo")]
+    drawn = [asked for asked in server.asked if not asked.get("echo")]
+    assert {asked["model"] for asked in server.asked} == {"policy"}
+    # Fixed sequences: what is forced has a fresh first token, what is drawn after is as given.
+    assert [asked["prompt"][1:] for asked in forced] == [asked["prompt"][1:] for asked in drawn]
+    assert [asked["prompt"] for asked in forced] != [asked["prompt"] for asked in drawn]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "text"),
+    [
+        ((404, {}), InputError, "answers 404"),
+        ((503, {}), RetryError, "refuses for the moment"),
+        ((200, {"choices": []}), CorruptError, "cannot be read"),
+        ((200, {"choices": [{}]}), InputError, "0 log-probabilities for 3 tokens"),
+        (
+            (200, {"choices": [{"logprobs": {"token_logprobs": [None, None, -1.0]}}]}),
+            CorruptError,
+            "no numbers",
+        ),
+    ],
+)
+def test_an_endpoint_without_log_probabilities_gets_one_clear_error(server, answer, kind, text):
+    server.answers = [answer]
+    with pytest.raises(kind, match=text):
+        HttpEndpoint(server.url).forced([1, 2, 3])
