@@ -3,7 +3,8 @@
 Run as a script with a JSON list of tasks, which are run one after another, and the number of ranks,
 which are forks of the script. A task has ``model`` (a key of `MODELS`), ``first`` and ``last``
 step, ``train`` (keys of the section), ``out`` (rank 0 writes ``out.json`` and ``out.npz`` there),
-and ``bucket`` to load a checkpoint of step ``first`` from, if there is one, or to save that of step
+``edited`` if the groups have given rewards and better answers and the loss a reference, and
+``bucket`` to load a checkpoint of step ``first`` from, if there is one, or to save that of step
 ``last``; ``publish`` is a bucket to publish the result in, and to load it from again.
 """
 
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import families
@@ -31,7 +33,7 @@ from deltawire import codec
 from deltawire.config import parse_config
 from deltawire.export.adapter import adapted
 from deltawire.export.shards import local_part
-from deltawire.export.source import wanted_of
+from deltawire.export.source import open_source, wanted_of
 from deltawire.quantization.experts import STACKS, find_experts
 from deltawire.quantization.linear import PackedLinear
 from deltawire.rl.trainer.resume import seed_step
@@ -39,10 +41,12 @@ from deltawire.store import open_bucket
 from deltawire.sync import ShardPublisher, create_run, load_mirror, read_run
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.train.checkpoint import CheckpointWriter, load_checkpoint
-from deltawire.train.masters import MasterWeights
-from deltawire.train.parallel import open_mesh
+from deltawire.train.masters import COMPUTE_DTYPES, MasterWeights
+from deltawire.train.parallel import open_mesh, shard_model
+from deltawire.train.reference import FrozenCopy
 from deltawire.train.step import train_step
 from deltawire.wire.ledger import Ledger
+from deltawire.wire.rollouts import BetterAnswer
 from deltawire.wire.run import Run
 
 CHOSEN, LAYERS, EXPERTS = 2, 2, 8
@@ -61,11 +65,14 @@ MODELS = {
 """Tied and untied, a vocabulary that does not divide, shared and single key/value heads, plain and
 transposed experts."""
 SPARSE = {"moe", "olmoe", "gpt_oss"}
+REWARDS = (1.0, -0.5, 0.25)
 
 
 def model_of(task):
     family, sizes = MODELS[task["model"]]
-    model = families.build(family, seed=3, **{**SIZES, **sizes, **task.get("sizes", {})})
+    model = families.build(
+        family, seed=task.get("seed", 3), **{**SIZES, **sizes, **task.get("sizes", {})}
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:  # As wide as models are that start training.
@@ -93,6 +100,39 @@ def groups_of(step, *, moe, count=5):
     """Groups of different sizes, with the experts that a sampler would have recorded."""
     routing = Routing(LAYERS, EXPERTS, CHOSEN) if moe else None
     return uneven_groups(step, count=count, prompt=10, tokens=12, routing=routing)
+
+
+def edited(groups):
+    """The same groups with rewards of both signs, and a better answer to two of three answers."""
+    rng = np.random.default_rng(7)
+
+    def better(place):
+        tokens = rng.integers(0, 256, int(rng.integers(1, 12))).astype(np.int32)
+        return BetterAnswer(tokens, [0.25, 1.0][place % 2]) if place % 3 else None
+
+    return [
+        replace(
+            group,
+            trajectories=[
+                replace(t, episode=n, reward=REWARDS[(number + n) % 3], better=better(number + n))
+                for n, t in enumerate(group.trajectories)
+            ],
+        )
+        for number, group in enumerate(groups)
+    ]
+
+
+def reference_of(task, config, mesh):
+    """A frozen model of other published weights, sharded over the ranks as a trainer's is."""
+    model = model_of({**task, "seed": 4}).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
+    if mesh.ranks > 1:
+        compute = COMPUTE_DTYPES[config.train.compute]
+        shard_model(
+            model, mesh, compute=compute, published=open_source("bf16", model).compute_dtype
+        )
+    return FrozenCopy(model, config.train)
 
 
 def whole(tensor):
@@ -123,11 +163,14 @@ def run_task(task):
 
     masters.step = step
     result = None
+    reference = reference_of(task, config, mesh) if task.get("edited") else None
     for number in range(version, task["last"]):
         seed_step(config, number + 1)
         count = task.get("groups", 5)
         groups = groups_of(number, moe=task["model"] in SPARSE, count=count)
-        result = train_step(masters, groups, config)
+        if task.get("edited"):
+            groups = edited(groups)
+        result = train_step(masters, groups, config, reference=reference)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     digest = masters.digest().hex()

@@ -27,6 +27,22 @@ PACKED = {
 }
 LORA = {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["all-linear"]}
 MUON = {"kind": "muon", "learning_rate": 1e-3}
+GIVEN = {"advantage": "given", "aggregation": "seq_mean_token_mean"}
+JUDGED = {
+    "dpo": {
+        "model": "dense",
+        "train": {"loss": {**GIVEN, "preference": {"kind": "dpo"}}, "tensor_parallel": 2},
+    },
+    "dpo_norm": {
+        "model": "moe",
+        "train": {
+            "loss": {**GIVEN, "policy_coefficient": 0.0, "preference": {"kind": "dpo_norm"}},
+            "max_tokens_per_batch": 64,
+        },
+    },
+    "kto": {"model": "llama", "train": {"loss": {**GIVEN, "surrogate": "kto"}}},
+}
+"""By name, steps on rewards of both signs and better answers, with a sharded reference."""
 
 
 def single(task):
@@ -67,6 +83,7 @@ def two_ranks(tmp_path_factory):
         "adapter": {**short, "model": "llama", "train": {**tensor, "adapter": LORA}},
         "stacks": {**short, "model": "gpt_oss", "train": {**expert, "max_tokens_per_batch": 64}},
         "muon": {**short, "model": "moe", "train": {**tensor, "optimizer": MUON}},
+        **{name: {**short, "edited": True, **task} for name, task in JUDGED.items()},
     }
     alone = {name: rank_steps.run_task(single(task)) for name, task in tasks.items()}
     first = {**tasks["tied"], "bucket": str(folder / "one")}
@@ -84,7 +101,7 @@ def two_ranks(tmp_path_factory):
     return folder, tasks, alone, found
 
 
-@pytest.mark.parametrize("name", ["shards", "tied", "adapter", "stacks", "muon"])
+@pytest.mark.parametrize("name", ["shards", "tied", "adapter", "stacks", "muon", *JUDGED])
 def test_ranks_compute_one_process_step(two_ranks, name):
     _, _, alone, found = two_ranks
     assert_alike(alone[name], found[name])
