@@ -142,6 +142,7 @@ class _Writer:
         flat = {key: _bf16(value) for key, value in self.values.items()}
         settings = config | {"name": name, "seed": seed}
         settings["train"] = settings["train"] | {"versions": versions + 20}
+        self.pairs = "preference" in settings["train"].get("loss", {})
         run = Run(
             id=new_id(),
             name=HOSTILE[:64] if hostile else name,
@@ -249,6 +250,7 @@ class _Writer:
                 truncated=0.02,
                 reward_spread=0.4,
                 zero_advantage=0.25,
+                pairs=self.rng.randrange(4, 9) if self.pairs else None,
                 causes={"stale": 1} if version % 9 == 0 else {},
             ),
             Published(

@@ -52,6 +52,7 @@ class Charts(NamedTuple):
     budgets: str
     staleness: str
     bytes: str
+    pairs: str
     timeline: str
 
 
@@ -91,6 +92,7 @@ def charts(state: RunState, bound: int) -> Charts:
             budgets=_budgets(state),
             staleness=_staleness(state, bound),
             bytes=_bytes(state),
+            pairs=_pairs(state),
             timeline=_timeline(state),
         )
 
@@ -317,6 +319,24 @@ def _staleness(state: RunState, bound: int) -> str:
     axes.margins(x=0.02)
     axes.set_xlabel("version")
     return _svg(figure, "staleness")
+
+
+def _pairs(state: RunState) -> str:
+    known = [(step.version, step.pairs) for step in state.steps_in_order if step.pairs is not None]
+    if not known:
+        return ""
+    figure, axes = _figure(_WIDE, 2.5, left=0.058, right=0.985, bottom=0.155)
+    at = [version for version, _ in known]
+    counts = [float(count) for _, count in known]
+    axes.plot(*_thinned(at, counts), color=_PAINT["accent"], lw=0.7, alpha=0.45)
+    axes.plot(*_thinned(at, _smooth(counts)), color=_PAINT["accent"], lw=1.6)
+    from matplotlib.ticker import MaxNLocator
+
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.set_ylim(0, max(*counts, 1.0) * 1.18)
+    axes.margins(x=0.02)
+    axes.set_xlabel("version")
+    return _svg(figure, "pairs")
 
 
 def _bytes(state: RunState) -> str:

@@ -229,7 +229,15 @@ def _chart_cards(drawn: Charts, summary: Summary, state: RunState) -> list[str]:
         wide=True,
     )
     pair = f'<div class="pair">{staleness}{size}</div>' if staleness or size else ""
-    return [losses, accuracy, budgets, pair, timeline]
+    pairs = _card(
+        "Pairs",
+        "Served answers with a better one, such as a user's edit, that each version was trained "
+        "on, and the running mean.",
+        drawn.pairs,
+        _legend(("accent", "pairs"), stroke=True),
+        wide=True,
+    )
+    return [losses, accuracy, budgets, pairs, pair, timeline]
 
 
 def _card(title: str, caption: str, chart: str, legend: str, *, wide: bool = False) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from heartbeats import put_heartbeat
 from watch_browser import Visit, chromium, served
-from watched_run import write_run
+from watched_run import CONFIG, write_run
 
 from deltawire.events import Published, encode_lines
 from deltawire.store import open_bucket
@@ -46,9 +46,19 @@ def page(tmp_path_factory):
         patch.setenv("DELTAWIRE_DURABLE", "0")
         write_run(runs[0], versions=VERSIONS)
         write_run(runs[1], versions=20, seed=8)
-        write_run(runs[2], versions=20, hostile=True)
+        loss = {"advantage": "given", "preference": {"kind": "dpo"}}
+        pairs = CONFIG | {"train": CONFIG["train"] | {"loss": loss}}
+        write_run(runs[2], versions=20, hostile=True, config=pairs)
         with served(runs, folder / "cache") as link:
             yield browser, link, folder
+
+
+def test_only_a_run_that_trains_on_pairs_shows_their_curve(page) -> None:
+    visit = Visit(*page[:2])
+    for path, shown in (("/run/0/overview", False), ("/run/2/overview", True)):
+        visit.open(path)
+        assert visit.page.locator("#pairs").is_visible() is shown
+    assert "highest" in visit.page.locator("#pairs .plot").get_attribute("aria-label")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -214,6 +214,18 @@ def test_the_report_shows_the_base_and_the_layers_that_packing_changed_most(run)
     assert "Frozen base" not in page(summary, state)
 
 
+def test_the_report_draws_the_pairs_of_a_run_that_trains_on_them():
+    """Of the eighth version no figure is known."""
+    state, summary = made_up_run()
+    assert "<h2>Pairs</h2>" not in page(summary, state)
+    for version, step in state.steps.items():
+        pairs = None if version == 8 else version % 7
+        state.steps[version] = msgspec.structs.replace(step, pairs=pairs)
+    shown = page(summary, state)
+    assert "<h2>Pairs</h2>" in shown
+    assert 'aria-label="Pairs"' in shown
+
+
 def test_an_empty_run_has_a_summary_a_screen_and_a_report(tmp_path):
     state = RunState()
     summary = summarize(

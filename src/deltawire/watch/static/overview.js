@@ -5,7 +5,7 @@ import { curveCard, timelineCard } from "./charts.js";
 import { buttons, card, clean, csv, download, empty, h, replace, say, state } from "./dom.js";
 import { MISSING, age, bytes, clock, duration, ms, number, percent, when, withUnit } from "./format.js";
 
-const SERIES = ["reward", "heldout/accuracy", "heldout/loss", "staleness/mean", "staleness/max", "staleness/min", "bytes/delta", "bytes/anchor", "parity/k3", "parity/ratio_max", "entropy", "completion/length", "loss", "grad_norm", "bytes/changed", "step_seconds", "served_share"];
+const SERIES = ["reward", "heldout/accuracy", "heldout/loss", "staleness/mean", "staleness/max", "staleness/min", "bytes/delta", "bytes/anchor", "parity/k3", "parity/ratio_max", "entropy", "completion/length", "loss", "grad_norm", "bytes/changed", "step_seconds", "served_share", "pairs"];
 const SET_COLORS = ["second", "evaluate", "train", "swap", "checkpoint", "publish"];
 const OVER = new Set(["finished", "stopped"]);
 
@@ -52,6 +52,7 @@ export function overviewView(context) {
       curveCard({ id: "entropy", title: "Entropy", caption: "Mean entropy of the policy a token.", unit: "nats", series: [{ key: "entropy", label: "entropy", color: "checkpoint", smooth: true }], ...common }),
       curveCard({ id: "grad", title: "Gradient norm", caption: "Before clipping.", zero: true, series: [{ key: "grad_norm", label: "norm", color: "publish", smooth: true }], ...common }),
       curveCard({ id: "served", title: "Training served", caption: "Part of the masters' change since version 0 that published weights contain. Near 1, the fleet gets all of the training.", unit: "share", share: true, series: [{ key: "served_share", label: "share", color: "publish" }], ...common }),
+      curveCard({ id: "pairs", title: "Pairs", caption: "Served answers with a better one, such as a user's edit, that each version was trained on.", zero: true, series: [{ key: "pairs", label: "pairs", color: "evaluate", smooth: true }], ...common }),
     ];
     replace(curves, charts.map((chart) => chart.element));
   }
