@@ -10,7 +10,8 @@ from deltawire.sync import load_mirror
 
 class FakeVllm:
     """The HTTP calls of a vLLM server with the plugin, over a real mirror. ``fails`` makes loads
-    fail, ``lies`` makes it state a wrong digest; ``cancelled`` is set when a request is."""
+    fail, ``lies`` makes it state a wrong digest; ``cancelled`` is set when a request is. Answers
+    have the ``status``, and none begins while it ``hangs``; ``asked`` counts them."""
 
     engine = "vllm"
 
@@ -21,6 +22,7 @@ class FakeVllm:
         self.failure = ""
         self.fails = self.lies = False
         self.loads = []
+        self.status, self.hangs, self.asked = 200, False, 0
         self.finish = asyncio.Event()
         self.started = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -55,6 +57,11 @@ class FakeVllm:
 
     async def completions(self, request):
         body = await request.json()
+        self.asked += 1
+        if self.status != 200:
+            return web.json_response({"error": "of the replica"}, status=self.status)
+        if self.hangs:
+            await asyncio.Event().wait()
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         await answer.write(b"data: one " + body["model"].encode() + b"\n\n")

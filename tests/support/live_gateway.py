@@ -262,6 +262,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
     run = start_run(bucket)
     secret = options.pop("secret", None) or deployment_secret(bucket, run)
     reread = options.pop("reread", None)
+    limits = options.pop("limits", None)
     recorder = Recorder(
         bucket, run, folder, secret, Redaction(redact, on_failure=on_failure),
         RecorderOptions(**options), reread=reread,
@@ -275,7 +276,10 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
             VllmReplica(str(fake.server.make_url("/")), upstream, key="upstream") for fake in fakes
         ]
         members = ReplicaSet(bucket, run, members)
-        app = build_app(members, upstream, token=TOKEN, admin_token=ADMIN, upstream_key="upstream")
+        app = build_app(
+            members, upstream, token=TOKEN, admin_token=ADMIN, upstream_key="upstream",
+            limits=limits,
+        )  # fmt: skip
         LiveCalls(recorder, defaults, release=release, webhook_secret=hook).add_to(app)
         runner = build_runner(app)
         await runner.setup()

@@ -55,6 +55,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="S",
         help="with --transition sync: wait this long for running requests (default: 90)",
     )
+    for name, default, what in (
+        ("--first-token-s", 60.0, "fail a stream whose first piece takes longer"),
+        ("--silence-s", 60.0, "fail a stream that pauses longer between two pieces"),
+        ("--whole-answer-s", 600.0, "fail an answer in one piece that takes longer"),
+    ):
+        parser.add_argument(
+            name, type=float, default=default, metavar="S", help=f"{what} (default: {default:g})"
+        )
     parser.add_argument(
         "--model", default="", help="the replicas' name for the model (default: the request's)"
     )
@@ -142,6 +150,9 @@ def run(arguments: argparse.Namespace) -> int:
         tls_key=arguments.tls_key,
         transition=arguments.transition,
         drain_s=arguments.drain,
+        first_token_s=arguments.first_token_s,
+        silence_s=arguments.silence_s,
+        whole_answer_s=arguments.whole_answer_s,
         model=arguments.model,
         trust=trust_of(arguments),
         key=arguments.key,

@@ -63,6 +63,9 @@ class GatewayOptions:
     tls_key: str = ""
     transition: Literal["async", "sync"] = "async"
     drain_s: float = 90.0
+    first_token_s: float = 60.0
+    silence_s: float = 60.0
+    whole_answer_s: float = 600.0
     model: str = ""
     trust: ReaderTrust = ANY
     key: str = ""
@@ -98,6 +101,9 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
     check_port(options.port)
     if options.drain_s <= 0:
         raise InputError("--drain must be above 0")
+    for name in ("first_token_s", "silence_s", "whole_answer_s"):
+        if not getattr(options, name) > 0:
+            raise InputError(f"--{name.replace('_', '-')} must be above 0")
     signer = read_signer(options.key)
     bucket = open_trusted(location, options.trust, signer=signer, role=GATEWAY_ROLE)
     bucket.over(RetryingBucket.over(bucket.inner)).check_writer()
@@ -208,7 +214,7 @@ async def _serve(
 ) -> None:
     import aiohttp
 
-    from deltawire.serving.app import build_app, build_runner
+    from deltawire.serving.app import CallLimits, build_app, build_runner
     from deltawire.serving.vllm import VllmReplica
 
     stopping = asyncio.Event()
@@ -232,6 +238,11 @@ async def _serve(
             admin_token=tokens[1],
             upstream_key=key,
             upstream_model=options.model,
+            limits=CallLimits(
+                first_s=options.first_token_s,
+                silence_s=options.silence_s,
+                whole_s=options.whole_answer_s,
+            ),
         )
         calls.add_to(app)
         runner = build_runner(app)

@@ -7,15 +7,18 @@
     POST        /v1/chat/completions, /v1/completions     sampling  proxied to a replica
     GET         /v1/models                                sampling  proxied to a replica
     GET         /health                                   none      200 once every replica is ready
+    GET         /livez                                    none      200 while this process answers
+    GET         /readyz                                   none      200 while a replica answers
 
 The proxied paths are also served below ``/inference``. Nothing else reaches a replica: it has calls
 that load weights, and it trusts the key that this server adds.
 
 A handler says which token it needs (`needs`); one that says nothing needs the sampling token, as do
 paths that do not exist. The admin token is accepted wherever the sampling token is. A client that
-disconnects cancels its request at the replica. Clients have `HEADER_WITHIN_S` to send a request's
-head, `deltawire.serving.bodies.BODY_WITHIN_S` for its body, and `WRITE_WITHIN_S` to take each piece
-of the answer.
+disconnects cancels its request at the replica. A request that a replica fails, before the client
+got any of its answer, is tried once on another one. Clients have `HEADER_WITHIN_S` to send a
+request's head, `deltawire.serving.bodies.BODY_WITHIN_S` for its body, and `WRITE_WITHIN_S` to take
+each piece of the answer; replicas have `CallLimits`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import aiohttp
@@ -44,6 +48,8 @@ from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
 
 BUSY = 425
 """The hosted services' status for new requests while all replicas drain to change weights."""
+SERVER_ERROR = 500
+"""Statuses from this on are the replica's failures; lower ones answer what the client asked."""
 
 HEADER_WITHIN_S = 30.0
 """Also how long a connection may stay idle between two requests."""
@@ -66,11 +72,31 @@ KEY = web.AppKey("key", str)
 MODEL = web.AppKey("model", str)
 ADMIN = web.AppKey("admin", bytes)
 
+
+@dataclass(frozen=True)
+class CallLimits:
+    """Seconds that a replica may take: to accept a connection, to a stream's first piece, from one
+    piece to the next, and to the first byte of an answer in one piece."""
+
+    connect_s: float = 10.0
+    first_s: float = 60.0
+    silence_s: float = 60.0
+    whole_s: float = 600.0
+
+
+LIMITS = web.AppKey("limits", CallLimits)
+
+
+class UnansweredError(Exception):
+    """A replica failed before the client got anything, and another one is to get the request."""
+
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ANSWER = web.AppKey[Handler]("answer")
 """The handler of the paths in `ANSWERS`; replace it to do more than to proxy them."""
-Exchange = Callable[[web.Request, TrackedReplica, bytes], Awaitable[web.StreamResponse]]
-"""Sends a request's body to a replica, and its answer to the client."""
+Exchange = Callable[[web.Request, TrackedReplica, bytes, bool], Awaitable[web.StreamResponse]]
+"""Sends a request's body to a replica, and its answer to the client; the last argument says whether
+another replica gets the request if this one fails."""
 Access = Literal["none", "sampling", "admin", "signature"]
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -101,6 +127,7 @@ def build_app(
     admin_token: str,
     upstream_key: str = "",
     upstream_model: str = "",
+    limits: CallLimits | None = None,
 ) -> web.Application:
     """Builds the application for ``replicas``, which it starts and closes; serve it with
     `build_runner`.
@@ -115,7 +142,7 @@ def build_app(
         )
     app = web.Application(middlewares=[give_back_bodies, answer_errors, _bearer(token)])
     app[BODIES] = BodyBudget(BODIES_BYTES)
-    app[REPLICAS], app[SESSION] = replicas, session
+    app[REPLICAS], app[SESSION], app[LIMITS] = replicas, session, limits or CallLimits()
     app[ADMIN] = f"Bearer {admin_token}".encode()
     app[KEY], app[MODEL], app[ANSWER] = upstream_key, upstream_model, _proxy
     app.router.add_post("/hot_load/v1/models/hot_load", _hot_load)
@@ -124,6 +151,8 @@ def build_app(
     app.router.add_get(ledger, _ledger)
     app.router.add_delete(ledger, _forget)
     app.router.add_get("/health", _health)
+    app.router.add_get("/livez", _live)
+    app.router.add_get("/readyz", _ready)
     for prefix in PREFIXES:
         for path in ANSWERS:
             app.router.add_post(prefix + path, _answer)
@@ -231,6 +260,17 @@ async def _health(request: web.Request) -> web.StreamResponse:
     return web.json_response({"ready": ready}, status=200 if ready else 503)
 
 
+@needs("none")
+async def _live(_: web.Request) -> web.StreamResponse:
+    return web.json_response({"live": True})
+
+
+@needs("none")
+async def _ready(request: web.Request) -> web.StreamResponse:
+    ready = request.app[REPLICAS].takes_requests
+    return web.json_response({"ready": ready}, status=200 if ready else 503)
+
+
 async def _answer(request: web.Request) -> web.StreamResponse:
     return await request.app[ANSWER](request)
 
@@ -262,23 +302,60 @@ async def to_replica(
     version: int | None = None,
 ) -> web.StreamResponse:
     """Gives a request to the replica of its session, or to the least busy one; to one that holds
-    ``version``, if there is any. Where a replica cannot be reached, another one gets it."""
+    ``version``, if there is any. Where a replica cannot be reached, another one gets it; where one
+    fails before the client got anything, one other."""
     replicas = request.app[REPLICAS]
-    while (member := replicas.pick(session, version=version)) is not None:
+    tried: list[TrackedReplica] = []
+    while (member := replicas.pick(session, version=version, without=tried)) is not None:
+        others = replicas.pick(session, version=version, without=[*tried, member])
+        may_retry = not tried and others is not None
         replicas.begin(member)
         try:
-            return await exchange(request, member, body)
+            return await exchange(request, member, body, may_retry)
         except aiohttp.ClientConnectorError:
             replicas.lost(member)  # It never saw the request, so another may have it.
+        except UnansweredError:
+            tried.append(member)
         finally:
             replicas.end(member)
     code = BUSY if replicas.draining else 503
     return error_answer(code, RetryError("no replica takes requests now", hint="try again shortly"))
 
 
+def count_failure(request: web.Request, member: TrackedReplica, *, may_retry: bool) -> None:
+    """Counts that a replica failed; raises `UnansweredError` if another one is to get the
+    request."""
+    request.app[REPLICAS].report(member, ok=False)
+    if may_retry:
+        raise UnansweredError
+
+
+async def pieces_of(upstream: aiohttp.ClientResponse, limits: CallLimits) -> AsyncIterator[bytes]:
+    """Yields an answer as it arrives; raises `TimeoutError` where a piece takes too long."""
+    within_s = limits.first_s
+    while True:
+        async with asyncio.timeout(within_s):
+            piece = await upstream.content.readany()
+        if not piece:
+            return
+        yield piece
+        within_s = limits.silence_s
+
+
+def is_stream(body: bytes) -> bool:
+    """Returns whether a request asks for a stream."""
+    try:
+        content = msgspec.json.decode(body) if b'"stream"' in body else None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return False
+    return isinstance(content, dict) and content.get("stream") is True
+
+
 def call_replica(request: web.Request, member: TrackedReplica, body: bytes) -> Any:
     """Returns the call of a replica as a context manager, which yields its response."""
     app = request.app
+    limits = app[LIMITS]
+    read_s = limits.first_s if is_stream(body) else limits.whole_s
     headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
     headers["Accept-Encoding"] = "identity"
     if app[KEY]:
@@ -289,7 +366,7 @@ def call_replica(request: web.Request, member: TrackedReplica, body: bytes) -> A
         params=request.query,
         data=body or None,
         headers=headers,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_s, sock_read=read_s),
         allow_redirects=False,
     )
 
@@ -329,23 +406,53 @@ def break_off(
 
 
 async def _exchange(
-    request: web.Request, member: TrackedReplica, body: bytes
+    request: web.Request, member: TrackedReplica, body: bytes, may_retry: bool
 ) -> web.StreamResponse:
     answer: web.StreamResponse | None = None
     try:
         async with call_replica(request, member, body) as upstream:
+            if upstream.status >= SERVER_ERROR:
+                count_failure(request, member, may_retry=may_retry)
+            pieces = pieces_of(upstream, _limits_of(request, body))
+            first = await anext(pieces, b"")
             passed = headers_for(request, member, upstream)
             answer = web.StreamResponse(status=upstream.status, headers=passed)
             await answer.prepare(request)
-            async for chunk in upstream.content.iter_any():
-                async with asyncio.timeout(WRITE_WITHIN_S):
-                    await answer.write(chunk)
+            await _pass_on(answer, first)
+            async for chunk in pieces:
+                await _pass_on(answer, chunk)
             await answer.write_eof()
+            if upstream.status < SERVER_ERROR:
+                request.app[REPLICAS].report(member, ok=True)
             return answer
     except aiohttp.ClientConnectorError:
         raise
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except _SlowClient as error:
         return break_off(request, member, answer, error)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        if request.transport is not None and not request.transport.is_closing():
+            count_failure(request, member, may_retry=may_retry and answer is None)
+        return break_off(request, member, answer, error)
+
+
+class _SlowClient(Exception):  # noqa: N818  (it names an event of a request)
+    """The client took no more of its answer in time."""
+
+
+async def _pass_on(answer: web.StreamResponse, chunk: bytes) -> None:
+    try:
+        async with asyncio.timeout(WRITE_WITHIN_S):
+            await answer.write(chunk)
+    except TimeoutError as error:
+        raise _SlowClient from error
+
+
+def _limits_of(request: web.Request, body: bytes) -> CallLimits:
+    """The limits of a request: pieces of an answer that is no stream have no shorter one."""
+    limits = request.app[LIMITS]
+    if is_stream(body):
+        return limits
+    return replace(limits, first_s=limits.whole_s, silence_s=limits.whole_s)
 
 
 def with_model(body: bytes, model: str) -> bytes:

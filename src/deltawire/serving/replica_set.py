@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from deltawire.serving.contract import (
     ReplicaState,
     Stage,
 )
+from deltawire.serving.outlier import FAILURES, Outlier
 from deltawire.serving.replica import HeldVersion, Replica
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_manifest
@@ -54,6 +56,10 @@ CONFIRM_WITHIN_S = 2.0
 CONFIRM_EVERY_S = 0.01
 """Answers that end within this time of each other share one call."""
 MAX_LEDGER = 1024
+LOAD_FACTOR = 1.25
+LEAST_LOAD = 8
+"""A replica takes requests by session while it has fewer than `LOAD_FACTOR` times the mean, or
+`LEAST_LOAD`. Source: Mirrokni et al. 2016, *Consistent hashing with bounded loads*."""
 LEAST_WITH_HOLD_BACK = 3
 """So many replicas can hold the serving version, a candidate and a hold-back version."""
 
@@ -83,6 +89,7 @@ class TrackedReplica:
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
     asking: asyncio.Task[HeldVersion] | None = None
     queued: asyncio.Task[HeldVersion] | None = None
+    outlier: Outlier = field(default_factory=Outlier)
 
 
 class ReplicaSet:
@@ -242,21 +249,58 @@ class ReplicaSet:
         """Returns whether a replica is waiting for its requests to end before it is loaded."""
         return any(member.draining for member in self._members)
 
-    def pick(self, session: str = "", *, version: int | None = None) -> TrackedReplica | None:
+    @property
+    def takes_requests(self) -> bool:
+        """Returns whether a replica takes requests now."""
+        return any(m.held is not None and not m.draining for m in self._members)
+
+    def pick(
+        self,
+        session: str = "",
+        *,
+        version: int | None = None,
+        without: Sequence[TrackedReplica] = (),
+    ) -> TrackedReplica | None:
         """Returns the replica for a request: the least busy of those that answer and do not drain;
-        requests of one ``session`` stay with one replica while possible. None if there is none.
-        Replicas that hold ``version`` come first."""
+        requests of one ``session`` stay with one replica while possible, and while that has not
+        many more requests than others. None if there is none.
+
+        Replicas that hold ``version`` come first. Where all of them are left out because they
+        failed, those of the version that serves come next, and then they themselves. For a request
+        that was tried on those ``without``, only sound ones of the two versions come: no other
+        version gets a request because a replica failed.
+        """
+        now = time.monotonic()
         open_ = [m for m in self._members if m.held is not None and not m.draining]
+        pools = [[m for m in open_ if m not in without]]
         if version is not None:
-            open_ = [m for m in open_ if m.held and m.held.version == version] or open_
-        if not open_:
+            serving = version if self.wanted is None else self.wanted.version
+            pools = [
+                [m for m in pools[0] if m.held is not None and m.held.version == wanted]
+                for wanted in (version, serving)
+            ]
+        sound = [[m for m in pool if not m.outlier.is_left_out(now)] for pool in pools]
+        rest = [] if without else [*pools, open_]
+        chosen = next(filter(None, [*sound, *rest]), None)
+        if chosen is None:
             return None
         if session:
+            mean = (sum(member.requests for member in chosen) + 1) / len(chosen)
+            bound = max(LEAST_LOAD, math.ceil(LOAD_FACTOR * mean))
             # Rendezvous hashing: other sessions keep theirs when a replica comes or goes.
             return max(
-                open_, key=lambda m: blake3(f"{m.replica.name}\0{session}".encode()).digest()
+                (member for member in chosen if member.requests < bound),
+                key=lambda m: blake3(f"{m.replica.name}\0{session}".encode()).digest(),
             )
-        return min(open_, key=lambda member: member.requests)
+        return min(chosen, key=lambda member: member.requests)
+
+    def report(self, member: TrackedReplica, *, ok: bool) -> None:
+        """Counts how a request to a replica ended. After `FAILURES` in a row the replica is left
+        out for a while (`deltawire.serving.outlier`), unless half of the replicas are already."""
+        now = time.monotonic()
+        others = sum(m.outlier.is_left_out(now) for m in self._members if m is not member)
+        may = others + 1 <= len(self._members) // 2
+        member.outlier.report(ok=ok, now=now, may_leave_out=may)
 
     def begin(self, member: TrackedReplica) -> None:
         """Counts a request that starts on a replica."""
@@ -311,6 +355,9 @@ class ReplicaSet:
 
     def _state(self, member: TrackedReplica) -> ReplicaState:
         held, target = member.held, member.target
+        message = member.message
+        if not message and member.outlier.is_left_out(time.monotonic()):
+            message = f"left out for a while: {FAILURES} requests in a row failed"
         return ReplicaState(
             name=member.replica.name,
             readiness=self._is_ready(member),
@@ -318,7 +365,7 @@ class ReplicaSet:
             loading_state=LoadingState(
                 "ready" if self._is_ready(member) else member.stage,
                 None if target is None else snapshot_identity(self.run, target),
-                member.message,
+                message,
             ),
             digest=held.digest if held else "",
         )

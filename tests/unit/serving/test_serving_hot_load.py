@@ -360,6 +360,7 @@ def test_only_health_works_without_a_token(bucket):
                     assert (await at.call(method, path, token=token))[0] == 401
             assert (await at.call("GET", "/nowhere"))[0] == 404
             await at.ready(0)
-            assert (await at.call("GET", "/health", token=""))[0] == 200
+            for path in ("/health", "/livez", "/readyz"):
+                assert (await at.call("GET", path, token=""))[0] == 200
 
     asyncio.run(scenario())

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -44,18 +44,22 @@ from deltawire.live.gateway.shadow import RequestCopy, ShadowCopies, facts_of
 from deltawire.serving.app import (
     ANSWER,
     KEY,
+    LIMITS,
     MODEL,
     REPLICAS,
+    SERVER_ERROR,
     SESSION,
     WRITE_WITHIN_S,
     break_off,
     call_replica,
+    count_failure,
     error_answer,
     headers_for,
     is_admin,
     json_answer,
     needs,
     path_of,
+    pieces_of,
     session_of,
     to_replica,
     with_model,
@@ -78,9 +82,6 @@ signature can be checked."""
 MAX_ANSWER_BYTES = 64 << 20
 AT_ONCE = 16 << 10
 """A smaller piece goes into the empty buffer of a connection without waiting."""
-SERVER_ERROR = 500
-"""Statuses from this on are the replica's failures; lower ones answer what the client asked."""
-
 FAILED_EVENT = b'{"error":{"message":"the replica failed","type":"RetryError","code":500}}'
 """Takes the place of a stream's event that is no answer: it may name the replica or its version."""
 FAILURES = frozenset({408, 425, 429})
@@ -270,7 +271,7 @@ class _LiveExchange:
             self._served = replace(served, assignment=assignment)
 
     async def __call__(
-        self, request: web.Request, member: TrackedReplica, body: bytes
+        self, request: web.Request, member: TrackedReplica, body: bytes, may_retry: bool
     ) -> web.StreamResponse:
         answer: web.StreamResponse | None = None
         replicas, held = request.app[REPLICAS], member.held
@@ -281,12 +282,19 @@ class _LiveExchange:
         try:
             async with call_replica(request, member, body) as upstream:
                 headers = headers_for(request, member, upstream)
+                if upstream.status >= SERVER_ERROR:
+                    count_failure(request, member, may_retry=may_retry)
                 if upstream.status == 200 and "event-stream" in headers.get("Content-Type", ""):
+                    pieces = pieces_of(upstream, request.app[LIMITS])
+                    first = await anext(pieces, b"")
                     answer = web.StreamResponse(headers=headers)
                     await answer.prepare(request)
-                    await self._stream(request, upstream, answer)
-                    return answer
-                return await self._whole(upstream, headers)
+                    await self._stream(request, first, pieces, answer)
+                else:
+                    answer = await self._whole(upstream, headers)
+                if upstream.status < SERVER_ERROR:
+                    replicas.report(member, ok=True)
+                return answer
         except aiohttp.ClientConnectorError:
             raise
         except (aiohttp.ClientError, TimeoutError, CorruptError, _ClientLeft) as error:
@@ -295,6 +303,7 @@ class _LiveExchange:
             if isinstance(error, _ClientLeft) or transport is None or transport.is_closing():
                 self.end(LEFT, "the client left")
             else:
+                count_failure(request, member, may_retry=may_retry and answer is None)
                 self._recorder.counts["broken"] += 1
                 self.end(FAILED, f"the replica failed: {type(error).__name__}")
             return break_off(request, member, answer, error)
@@ -335,13 +344,18 @@ class _LiveExchange:
         return web.Response(body=self._with_receipts(data, receipts), headers=headers)
 
     async def _stream(
-        self, request: web.Request, upstream: aiohttp.ClientResponse, answer: web.StreamResponse
+        self,
+        request: web.Request,
+        first: bytes,
+        pieces: AsyncIterator[bytes],
+        answer: web.StreamResponse,
     ) -> None:
-        """Pass events on as they arrive; those that end the answer wait for the receipt."""
+        """Passes events on as they arrive; those that end the answer wait for the receipt."""
         reader, splitter = AnswerReader(), EventSplitter()
         held: list[bytes] = []
         ended = False
-        async for chunk in upstream.content.iter_any():
+        chunk = first
+        while chunk:
             out: list[bytes] = []
             for event in splitter.feed(chunk):
                 data = data_of(event)
@@ -359,6 +373,7 @@ class _LiveExchange:
                     out.append(event + b"\n\n")
             if out:
                 await _write(request, answer, b"".join(out))
+            chunk = await anext(pieces, b"")
         if not ended or splitter.rest.strip():
             raise aiohttp.ClientPayloadError("the stream ended early")
         receipts = await self._receipts(reader)

@@ -1,0 +1,281 @@
+"""Replicas that fail, hang or are busy: who gets the next request, and what clients see."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestServer
+from fake_replica import FakeVllm
+from live_gateway import live_serving, published, rows_in
+
+from deltawire.serving import replica_set as replica_sets
+from deltawire.serving.app import CallLimits, build_app
+from deltawire.serving.outlier import FAILURES, LEFT_OUT_AT_MOST_S, LEFT_OUT_S, Outlier
+from deltawire.serving.replica import HeldVersion
+from deltawire.serving.replica_set import LEAST_LOAD, ReplicaSet, TargetVersion
+from deltawire.serving.vllm import VllmReplica
+from deltawire.testing.tiny import start_run
+
+QUICK = CallLimits(connect_s=2.0, first_s=0.3, silence_s=0.3, whole_s=0.3)
+PATIENT = CallLimits()
+
+
+@pytest.fixture
+def bucket():
+    return published(versions=1)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(replica_sets, "POLL_EVERY_S", 0.02)
+
+
+@asynccontextmanager
+async def front(bucket, *, count=2, limits=PATIENT):
+    """A client's call ``ask``, the fake replicas and the set of them."""
+    run = start_run(bucket)
+    fakes = [FakeVllm(bucket, run) for _ in range(count)]
+    async with aiohttp.ClientSession() as upstream, aiohttp.ClientSession() as client:
+        for fake in fakes:
+            await fake.server.start_server()
+        replicas = ReplicaSet(
+            bucket,
+            run,
+            [VllmReplica(str(f.server.make_url("/")), upstream, key="upstream") for f in fakes],
+        )
+        app = build_app(
+            replicas, upstream, token="t", admin_token="a", upstream_key="upstream", limits=limits
+        )
+        server = TestServer(app)
+        await server.start_server()
+
+        async def ask(path="/v1/completions", **body):
+            headers = {"Authorization": "Bearer t"}
+            method, more = ("POST", {"json": {"model": "m", **body}}) if body else ("GET", {})
+            async with client.request(
+                method, server.make_url(path), headers=headers, **more
+            ) as answer:
+                return answer.status, await answer.read()
+
+        try:
+            async with asyncio.timeout(60):
+                while not replicas.ready:
+                    await asyncio.sleep(0.01)
+            yield ask, fakes, replicas
+        finally:
+            await server.close()
+            for fake in fakes:
+                await fake.server.close()
+
+
+def test_a_replica_that_always_fails_is_left_out_and_no_client_sees_it(bucket):
+    async def scenario():
+        async with front(bucket) as (ask, fakes, replicas):
+            fakes[0].status = 500
+            for _ in range(40):
+                assert (await ask(prompt="x"))[0] == 200
+            assert fakes[0].asked == FAILURES
+            assert fakes[1].asked == 40
+            messages = [one.loading_state.message for one in replicas.state().replicas]
+            assert [bool(message) for message in messages] == [True, False]
+            assert "5 requests in a row failed" in messages[0]
+            assert replicas.ready, "it holds its version, whatever it answers"
+
+    asyncio.run(scenario())
+
+
+def test_if_all_replicas_fail_half_of_them_stay(bucket):
+    async def scenario():
+        async with front(bucket, count=1) as (ask, fakes, _):
+            fakes[0].status = 500
+            for _ in range(2 * FAILURES):
+                status, body = await ask(prompt="x")
+                assert (status, json.loads(body)) == (500, {"error": "of the replica"})
+            fakes[0].status = 200
+            assert (await ask(prompt="x"))[0] == 200
+        async with front(bucket, count=2) as (ask, fakes, replicas):
+            for fake in fakes:
+                fake.status = 500
+            for _ in range(3 * FAILURES):
+                assert (await ask(prompt="x"))[0] == 500
+            messages = [bool(one.loading_state.message) for one in replicas.state().replicas]
+            assert sorted(messages) == [False, True]
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_hangs_is_given_up_and_another_one_answers(bucket):
+    async def scenario():
+        async with front(bucket, limits=QUICK) as (ask, fakes, _):
+            fakes[0].hangs = True
+            for stream in (True, False):
+                for _ in range(4):
+                    status, body = await ask(prompt="x", stream=stream)
+                    assert status == 200
+                    assert body.endswith(b"[DONE]\n\n")
+
+    asyncio.run(scenario())
+
+
+def test_only_what_the_client_did_not_get_is_tried_again(bucket):
+    """A stream that breaks, or stays silent, after its first piece ends there."""
+
+    async def scenario():
+        async with front(bucket, limits=QUICK) as (ask, fakes, _):
+            for more in ({"break": True}, {"wait": True}):
+                asked = [fake.asked for fake in fakes]
+                with pytest.raises(aiohttp.ClientError):
+                    await ask(prompt="x", stream=True, **more)
+                assert sum(fake.asked for fake in fakes) == sum(asked) + 1
+
+    asyncio.run(scenario())
+
+
+def test_a_request_is_tried_on_two_replicas_at_most(bucket):
+    async def scenario():
+        async with front(bucket, count=3) as (ask, fakes, _):
+            for fake in fakes:
+                fake.status = 503
+            assert (await ask(prompt="x"))[0] == 503
+            assert sum(fake.asked for fake in fakes) == 2
+
+    asyncio.run(scenario())
+
+
+def test_what_a_client_did_wrong_is_no_failure_of_a_replica(bucket):
+    async def scenario():
+        async with front(bucket) as (ask, fakes, replicas):
+            fakes[0].status = fakes[1].status = 400
+            for _ in range(4 * FAILURES):
+                assert (await ask(prompt="x"))[0] == 400
+            assert sum(fake.asked for fake in fakes) == 4 * FAILURES
+            assert not any(one.loading_state.message for one in replicas.state().replicas)
+
+    asyncio.run(scenario())
+
+
+def test_the_probes_of_an_orchestrator_need_one_replica(bucket):
+    async def scenario():
+        async with front(bucket) as (ask, _, replicas):
+            one, other = replicas._members
+            replicas._closing = True
+            for task in replicas._tasks:
+                task.cancel()
+            one.held, other.held = None, HeldVersion(0, "0" * 32)
+            assert [(await ask(path))[0] for path in ("/livez", "/readyz")] == [200, 200]
+            assert (await ask("/health"))[0] == 503
+            other.held = None
+            assert [(await ask(path))[0] for path in ("/livez", "/readyz")] == [200, 503]
+
+    asyncio.run(scenario())
+
+
+def test_a_session_moves_on_once_its_replica_has_many_more_requests(bucket):
+    async def scenario():
+        async with front(bucket, count=3) as (_, _, replicas):
+            home = replicas.pick("a session")
+            for _ in range(LEAST_LOAD):
+                assert replicas.pick("a session") is home
+                replicas.begin(home)
+            away = replicas.pick("a session")
+            assert away is not home
+            for _ in range(200):
+                replicas.begin(replicas.pick("a session"))
+            loads = sorted(member.requests for member in replicas._members)
+            assert loads[-1] <= 1.25 * sum(loads) / 3 + 1
+            assert loads[0] > 0
+
+    asyncio.run(scenario())
+
+
+def test_no_untested_version_answers_because_a_replica_failed(bucket):
+    """Users of a candidate whose replica fails get the version that serves, and not the other way
+    around."""
+
+    async def scenario():
+        async with front(bucket) as (_, _, replicas):
+            serving, candidate = replicas._members
+            replicas._closing = True
+            for task in replicas._tasks:
+                task.cancel()
+            serving.held, candidate.held = (HeldVersion(n, "0" * 32) for n in (0, 1))
+            replicas.wanted = TargetVersion(0, "0" * 32, "all")
+            pick = replicas.pick
+            assert pick(version=0) is serving
+            assert pick(version=1) is candidate
+            assert pick(version=0, without=[serving]) is None
+            assert pick(version=1, without=[candidate]) is serving
+            for _ in range(FAILURES):
+                replicas.report(serving, ok=False)
+            assert pick(version=0) is serving
+            assert pick(version=1, without=[candidate]) is None
+            serving.outlier = Outlier()
+            for _ in range(FAILURES):
+                replicas.report(candidate, ok=False)
+            assert pick(version=1) is serving
+            serving.held = None
+            assert pick(version=0) is candidate, "as before: it is the only one that answers"
+
+    asyncio.run(scenario())
+
+
+def test_an_outlier_comes_back_on_trial_and_is_left_out_longer_each_time():
+    outlier, now, waits = Outlier(), 0.0, []
+    for _ in range(FAILURES - 1):
+        outlier.report(ok=False, now=now, may_leave_out=True)
+        assert not outlier.is_left_out(now)
+    for _ in range(8):
+        outlier.report(ok=False, now=now, may_leave_out=True)
+        assert outlier.is_left_out(now)
+        outlier.report(ok=False, now=now, may_leave_out=True)  # One that was under way.
+        waits.append(outlier.until - now)
+        now = outlier.until
+        assert not outlier.is_left_out(now)
+    assert waits == [min(LEFT_OUT_S * 2**n, LEFT_OUT_AT_MOST_S) for n in range(8)]
+    outlier.report(ok=True, now=now, may_leave_out=True)
+    for _ in range(FAILURES - 1):
+        outlier.report(ok=False, now=now, may_leave_out=True)
+    assert not outlier.is_left_out(now)
+    outlier.report(ok=False, now=now, may_leave_out=False)
+    assert not outlier.is_left_out(now)
+    outlier.report(ok=False, now=now, may_leave_out=True)
+    assert outlier.until - now == LEFT_OUT_S
+
+
+@pytest.mark.parametrize("mode", ["fail", "hang"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_another_replica_gave_is_stored_once_and_as_no_failure(
+    bucket, tmp_path, monkeypatch, mode, stream
+):
+    async def scenario():
+        serving = live_serving(bucket, tmp_path, monkeypatch, replicas=2, limits=QUICK)
+        async with serving as gateway:
+            gateway.fakes[0].mode = mode
+            for number in range(6):
+                status, data, _ = await gateway.ask(f"question {number}", stream=stream)
+                assert status == 200
+                assert b'"receipt"' in data
+            assert gateway.fakes[0].seen, "each request went to the other one at once"
+            captures, _ = await gateway.uploaded()
+            assert [one.finish for one in captures] == ["stop"] * 6
+            assert gateway.recorder.counts["broken"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_no_replica_gave_is_one_failure(bucket, tmp_path, monkeypatch):
+    async def scenario():
+        serving = live_serving(bucket, tmp_path, monkeypatch, replicas=2, limits=QUICK)
+        async with serving as gateway:
+            for fake, mode in zip(gateway.fakes, ("fail", "hang"), strict=True):
+                fake.mode = mode
+            status, _, _ = await gateway.ask("question")
+            assert status in (500, 503)
+            assert sum(len(fake.seen) for fake in gateway.fakes) == 2
+            await gateway.uploaded()
+            captures, _ = rows_in(gateway.bucket)
+            assert [one.finish for one in captures] in ([], ["error"])
+
+    asyncio.run(scenario())
