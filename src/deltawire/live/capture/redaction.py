@@ -8,10 +8,11 @@ training, because tokens that were encoded again are not those that the model dr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from deltawire.config.own_code import load_own_code
 from deltawire.errors import InputError
@@ -19,7 +20,10 @@ from deltawire.errors import InputError
 Redact = Callable[[list[str]], Sequence[str]]
 OnFailure = Literal["closed", "open"]
 
-REDACT_WITHIN_S = 5.0
+REDACT_WITHIN_S = 2.0
+AT_ONCE = 4
+MOST_STUCK = 16
+"""Calls that were given up and have not ended, beyond which none is begun."""
 _LOG = logging.getLogger("deltawire.live")
 
 
@@ -31,18 +35,20 @@ class Redacted(NamedTuple):
 
 
 class Redaction:
-    """Calls a redaction function in a thread, so that it delays no other answer.
+    """Calls a redaction function in threads, at most `AT_ONCE`, so that it delays no other answer.
 
     If it raises, returns something else than as many texts, or takes longer than
-    `REDACT_WITHIN_S`: with ``on_failure`` ``closed`` nothing is stored; with ``open`` the texts are
-    stored as they are. ``failures`` counts these cases.
+    `REDACT_WITHIN_S`, its wait for others included: with ``on_failure`` ``closed`` nothing is
+    stored; with ``open`` the texts are stored as they are. ``failures`` counts these cases. A call
+    that takes longer is left to itself, since no thread can be stopped: up to `MOST_STUCK` of them.
     """
 
     def __init__(self, redact: Redact | None, *, on_failure: OnFailure = "closed") -> None:
         self.failures = 0
         self._redact = redact
         self._open = on_failure == "open"
-        self._thread = ThreadPoolExecutor(1, "redaction") if redact is not None else None
+        self._turn = asyncio.Semaphore(AT_ONCE)
+        self._running = 0
 
     @property
     def on(self) -> bool:
@@ -51,12 +57,11 @@ class Redaction:
 
     async def apply(self, texts: list[str]) -> Redacted:
         """Returns the texts to store."""
-        if self._thread is None or self._redact is None:
+        if self._redact is None:
             return Redacted(texts, changed=False)
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(REDACT_WITHIN_S):
-                found = list(await loop.run_in_executor(self._thread, self._redact, list(texts)))
+            async with asyncio.timeout(REDACT_WITHIN_S), self._turn:
+                found = list(await self._call(self._redact, list(texts)))
             if len(found) != len(texts) or not all(isinstance(text, str) for text in found):
                 raise TypeError("it must return as many texts as it was given")
         except Exception as error:  # Its message may hold the user's words: only the type is kept.
@@ -65,10 +70,34 @@ class Redaction:
             return Redacted(texts if self._open else None, changed=False)
         return Redacted(found, changed=found != texts)
 
-    def close(self) -> None:
-        """Ends the thread."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+    async def _call(self, redact: Redact, texts: list[str]) -> Sequence[str]:
+        """Calls the function in a thread of its own, which does not keep the process alive."""
+        if self._running >= AT_ONCE + MOST_STUCK:
+            raise RuntimeError("too many calls have not ended")
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Sequence[str]] = loop.create_future()
+
+        def settle(found: Any, error: BaseException | None) -> None:
+            self._running -= 1
+            if done.done():
+                return
+            if error is None:
+                done.set_result(found)
+            else:
+                done.set_exception(RuntimeError(type(error).__name__))
+
+        def work() -> None:
+            found, error = None, None
+            try:
+                found = redact(texts)
+            except BaseException as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # The gateway ended meanwhile.
+                loop.call_soon_threadsafe(settle, found, error)
+
+        self._running += 1
+        threading.Thread(target=work, name="redaction", daemon=True).start()
+        return await done
 
 
 def load_redact(place: str) -> Redact:

@@ -166,7 +166,6 @@ class Recorder:
         self.captures.close()
         self.feedback.close()
         self._identities.close()
-        self._redaction.close()
 
     def state(self) -> GatewayState:
         """Returns the gateway's secret by its fingerprints, counters and rates."""
