@@ -83,7 +83,9 @@ def run_config() -> RunConfig:
 class PromptSet:
     """The prompts, their right answers, and a model with the wanted pass rates."""
 
-    def __init__(self, seed: int, rates: Sequence[float] = RATES) -> None:
+    def __init__(
+        self, seed: int, rates: Sequence[float] = RATES, *, model: Any | None = None
+    ) -> None:
         rng = np.random.default_rng(seed)
         count = PROMPTS * len(rates)
         self.rates = np.repeat(rates, PROMPTS)
@@ -92,7 +94,7 @@ class PromptSet:
         sizes = BuildConfig(
             hidden_size=96, layers=2, head_size=24, feed_forward_size=192, context=16
         )
-        self.model = build_model(sizes, seed=seed)
+        self.model = build_model(sizes, seed=seed) if model is None else model
         self._tokens = torch.tensor(self.prompts)
         self.start()
 
@@ -138,8 +140,7 @@ class Session:
         torch.manual_seed(seed)
         self.seed, self.step, self._position = seed, step, 0
         self.arm, self.config = arm, run_config()
-        self.set = PromptSet(seed, rates)
-        self.masters = MasterWeights(self.set.model, self.config.train)
+        self.set = self.prepare(rates)
         self.rng = np.random.default_rng((seed, 1))
         self.posterior = TaskPosterior(arm.discount)
         self.sampled = self.trained = self.version = 0
@@ -147,6 +148,16 @@ class Session:
         self._order: deque[int] = deque()
         self._deferred: list[tuple[int, int, int]] = []
         self._logprobs = np.zeros(0)
+
+    def prepare(self, rates: Sequence[float]) -> PromptSet:
+        """Makes the prompts and the model, and what trains it."""
+        prompts = PromptSet(self.seed, rates)
+        self.masters = MasterWeights(prompts.model, self.config.train)
+        return prompts
+
+    def update(self, groups: Sequence[Group]) -> None:
+        """Makes one optimizer step."""
+        train_step(self.masters, groups, self.config, version=self.version)
 
     def next_prompt(self) -> tuple[int, int]:
         """The next prompt, and how often it was deferred in a row: due ones first."""
@@ -236,10 +247,10 @@ class Session:
         return [Group("w0", "n", f"prompt {number}", 1.0, prompt, found)]
 
     def train(self) -> float:
-        """Makes one optimizer step; returns the accuracy after it."""
+        """Samples a step and trains on it; returns the accuracy after it."""
         groups = self.batch()
         self.set.model.train()
-        train_step(self.masters, groups, self.config, version=self.version)
+        self.update(groups)
         self.trained += sum(group.tokens for group in groups)
         self.version += 1
         return float(self.set.pass_rates().mean())

@@ -19,6 +19,9 @@ KEYS: Final[dict[str, Key]] = {
     "allocation_gain_over_refill": Key(
         "allocation", ">=", 1.0, "the same, DAPO's refill over allocated"
     ),
+    "allocation_gain_other": Key(
+        "other_sets", ">=", 1.0, "the same, best arm without pilots over allocated, worst other set"
+    ),
     "forecast_error": Key(
         "forecasts", "<=", 0.03, "median error of a forecast of the second half of a run"
     ),
@@ -36,6 +39,9 @@ KEYS: Final[dict[str, Key]] = {
     ),
     "auto_vs_worst_fixed": Key(
         "controlled", ">=", 2, "the same less the worst fixed budget, in standard errors"
+    ),
+    "auto_vs_fixed_other": Key(
+        "other_worlds", ">=", 1.0, "accuracy of the controller over the best fixed, worst world"
     ),
     "area_gain": Key(
         "controlled", ">=", 2, "area under accuracy over budgets less version 0, in errors"

@@ -23,18 +23,19 @@ POINTS, PROBLEMS = 24, 300
 Shape = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
 
-def _rise(at: float, steepness: float) -> Shape:
+def rise(at: float, steepness: float) -> Shape:
+    """A curve from 0 to 1 whose middle is ``at``."""
     return lambda c: np.asarray(1 / (1 + (at / c) ** steepness), np.float64)
 
 
 def _two_stages(c: NDArray[np.float64]) -> NDArray[np.float64]:
-    first, second = _rise(0.15, 3.0)(c), _rise(0.75, 12.0)(c)
+    first, second = rise(0.15, 3.0)(c), rise(0.75, 12.0)(c)
     return np.asarray(0.2 + 0.25 * first + 0.35 * second, np.float64)
 
 
 SHAPES: Final[dict[str, Shape]] = {
-    "sigmoid": lambda c: np.asarray(0.2 + 0.6 * _rise(0.4, 2.0)(c), np.float64),
-    "late take-off": lambda c: np.asarray(0.2 + 0.6 * _rise(0.75, 12.0)(c), np.float64),
+    "sigmoid": lambda c: np.asarray(0.2 + 0.6 * rise(0.4, 2.0)(c), np.float64),
+    "late take-off": lambda c: np.asarray(0.2 + 0.6 * rise(0.75, 12.0)(c), np.float64),
     "two stages": _two_stages,
     "logarithmic": lambda c: np.asarray(0.2 + 0.1 * np.log1p(50 * c), np.float64),
 }

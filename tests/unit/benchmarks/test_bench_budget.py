@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.budget import controlled, forecasts
+from benchmarks.budget import controlled, forecasts, other_sets, other_worlds
 from benchmarks.budget.allocation import SHOWN, TARGET, gains, price
 from benchmarks.budget.cells import Cells
 from benchmarks.budget.enforcement import count_faults
@@ -149,3 +149,76 @@ def test_a_noisy_difference_counts_no_more_than_two_points_of_error(tmp_path):
     for seed, value in enumerate([0.9, 0.78]):  # 0.06 worse, give or take 0.06.
         cells.path("auto", seed).write_text(json.dumps(arm(value)))
     assert controlled.compare(cells).values["auto_vs_best_fixed"] == pytest.approx(-3.0)
+
+
+def test_an_arm_of_a_made_up_world_pays_for_what_it_measures():
+    """Longer thinking pays at once, so that the controller moves to it and stays."""
+    fixed, auto = (
+        other_worlds.run("logarithmic", "at once", arm, 3, 100_000) for arm in ("default", "auto")
+    )
+    assert (fixed["measured"], fixed["moves"], fixed["budget"]) == (0.0, 0, 8)
+    assert auto["measured"] > 0.1
+    assert (auto["moves"], auto["budget"]) == (1, 16)
+    assert auto["accuracy"][8] < fixed["accuracy"][8]
+    for cell in (fixed, auto):
+        assert cell["accuracy"][4] < cell["accuracy"][8] < cell["accuracy"][16]
+
+
+def test_a_made_up_world_says_when_longer_thinking_pays():
+    shown = {}
+    for pays in other_worlds.PAYS:
+        world = other_worlds.World("two stages", pays, 0, 10)
+        before = world.accuracy(16) - world.accuracy(4)
+        for _ in range(15):
+            world.step(16)
+        shown[pays] = before, world.accuracy(16) - world.accuracy(4)
+    assert shown["never"] == (0.0, 0.0)
+    assert shown["late"][0] == 0.0
+    assert shown["late"][1] > 0.2
+    assert min(shown["at once"]) > 0.2
+
+
+def test_a_controller_is_compared_with_the_best_fixed_budget_at_the_same_ones(monkeypatch):
+    accuracies = {"half": 0.4, "default": 0.8, "double": 0.2, "auto": 0.6}
+
+    def run(curve, pays, arm, seed, tokens):
+        value = accuracies[arm] * (1 + 0.1 * seed)
+        by_budget = {4: value, 8: value, 16: value}
+        return {"accuracy": by_budget, "budget": 8, "moves": 1, "measured": 0.2}
+
+    monkeypatch.setattr(other_worlds, "run", run)
+    found = other_worlds.compare("two stages", "never", 1.0, range(3))
+    assert found["best_fixed"] == "default"
+    assert found["ratio"] == pytest.approx(0.75)
+    assert found["error"] == pytest.approx(0.0, abs=1e-9)
+    assert found["over"]["double"]["ratio"] == pytest.approx(3.0)
+
+
+def test_allocation_is_compared_with_the_cheapest_arm_without_pilots(tmp_path):
+    cells = Cells(tmp_path, seeds=range(2))
+    arms = other_sets.RIVALS | other_sets.ALLOCATED
+    for arm in arms:
+        for seed, tokens in enumerate((800, 900)):
+            scale = {"refill, 2 prompts": 0.5, "knapsack": 0.75}.get(arm, 1.0)
+            text = json.dumps({"tokens": tokens * scale, "reached": seed == 0})
+            cells.path(f"hard, {arm}", seed).write_text(text)
+    found = other_sets.compare(cells, "hard")
+    assert found["cheapest"] == "refill, 2 prompts"
+    assert found["gains"]["knapsack"]["gain"] == pytest.approx(2 / 3)
+    assert found["reached"]["knapsack"] == 1
+    cells.path("hard, knapsack", 1).unlink()
+    assert other_sets.compare(cells, "hard") is None
+
+
+def test_a_wrong_checker_flips_its_share_of_the_rewards(monkeypatch):
+    monkeypatch.setattr(other_sets, "PROMPTS", 2)
+    monkeypatch.setattr("benchmarks.budget.allocation.PROMPTS", 2)
+    rates, rules = (0.5,), other_sets.ALLOCATED["knapsack"][0]
+    session = other_sets.TableSession(rules, 0, step=2, rates=rates, wrong=1.0)
+    session._logprobs = np.full((2, 264), np.log(1 / 264))
+    right = 48 + session.set.right[0]
+    for t in session.complete(0, 500):
+        assert t.reward == float(t.tokens_T[0] != right)
+    before = session.set.pass_rates().mean()
+    assert 0 <= session.train() <= 1
+    assert session.set.pass_rates().mean() != before
