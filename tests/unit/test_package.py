@@ -180,6 +180,9 @@ FLAGS = {
         "--tls-key",
         "--transition",
         "--drain",
+        "--first-token-s",
+        "--silence-s",
+        "--whole-answer-s",
         "--model",
     },
     "tinker": {
