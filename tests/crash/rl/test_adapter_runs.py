@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from deltawire.errors import InputError
 from deltawire.export.adapter import PREFIX, open_model
 from deltawire.export.models import fetch_model_files, save_model
 from deltawire.export.source import open_source
+from deltawire.launch.branches.forking import fork_run
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.rl.trainer.verify_training import verify_training
@@ -204,3 +206,72 @@ def test_dropout_is_refused_by_name():
     raw = {"name": "x", "train": {"adapter": {"kind": "lora", "dropout": 0.1}}}
     with pytest.raises(InputError, match=r"adapter\.dropout has no effect"):
         parse_config(raw, source="s")
+
+
+def test_the_tools_over_versions_work_on_an_adapter(started, tmp_path, capsys):
+    """show, diff, why, bisect and fork read a base and an adapter as they read a whole model."""
+    digests = train(started)
+
+    def asked(*words: str) -> Any:
+        assert main([*words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    url = started.url
+    shown = asked("show", f"{url}@3")["bits"]
+    assert {one["name"] for one in shown["movers"]} <= set(
+        load_mirror(started, find_run(started)).tensors
+    )
+    assert asked("diff", f"{url}@1", f"{url}@3")["changed"] > 0
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"prompt": "2+2=", "answer": "4"}))
+    found = asked("why", url, "--on", str(questions), "--steps", "1")
+    assert found["residual_share"] < 0.05
+    assert found["groups"]
+    assert all(one["exact"] for one in found["groups"])
+    script = tmp_path / "check.py"
+    script.write_text("import os, sys; sys.exit(int(os.environ['DELTAWIRE_VERSION']) >= 3)")
+    words = [
+        "bisect",
+        url,
+        "--good",
+        "0",
+        "--bad",
+        "4",
+        "--state",
+        str(tmp_path / "state"),
+        "--json",
+    ]
+    assert main([*words, "--", sys.executable, str(script)]) == 0
+    assert json.loads(capsys.readouterr().out)["culprit"] == 3
+    # Version 2 has a state, which is shared; that of version 3 is computed again.
+    for version, state in ((2, "shared"), (3, "computed")):
+        made = fork_run(started, find_run(started), version, f"at{version}")
+        assert made.state == state
+        fork = open_bucket(made.url)
+        assert read_manifest(fork, made.run, version).digest == digests[version]
+        assert load_mirror(fork, made.run).digest.hex() == digests[version]
+
+
+def test_a_merged_directory_is_a_derived_edge_that_in_toto_accepts(started, tmp_path, monkeypatch):
+    """The merge is made again: a directory with one other byte is refused."""
+    program = pytest.importorskip("in_toto.in_toto_verify").main
+    pytest.importorskip("in_toto_attestation")
+    train(started, to=2)
+    key, merged, proof = tmp_path / "key", tmp_path / "merged", tmp_path / "proof"
+    assert main(["keygen", str(key)]) == 0
+    assert main(["merge", started.url, str(merged)]) == 0
+    words = ["prove", started.url, "--key", str(key), "--derived", f"merge={merged}"]
+    assert main([*words, "--out", str(proof)]) == 0
+    assert list((proof / "statements").glob("merge-version-0000000002-*"))
+    links = ["--layout", str(proof / "links/root.layout"), "--link-dir", str(proof / "links")]
+    monkeypatch.setattr(
+        "sys.argv", ["in-toto-verify", *links, "--verification-keys", str(proof / "key.pem")]
+    )
+    with pytest.raises(SystemExit) as ended:
+        program()
+    assert not ended.value.code
+    weights = next(merged.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert main([*words, "--out", str(tmp_path / "again")]) == 2
