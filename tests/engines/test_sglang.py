@@ -89,7 +89,11 @@ def test_a_server_that_cannot_follow_does_not_serve(sglang_python):
 
 @pytest.mark.long
 def test_a_run_samples_from_sglang_and_stops_its_servers(sglang_python, tmp_path):
-    (tmp_path / "run.toml").write_text(RUN)
+    # No answer of an untrained model is rewarded, and its weights change all the same.
+    decay = "optimizer.learning_rate = 2e-2\noptimizer.weight_decay = 1.0"
+    assert "optimizer.learning_rate = 1e-3" in RUN
+    text = RUN.replace("optimizer.learning_rate = 1e-3", decay)
+    (tmp_path / "run.toml").write_text(text)
     done = subprocess.run(
         [
             sys.executable, "-m", "deltawire", "run", str(tmp_path / "run.toml"),
@@ -101,6 +105,7 @@ def test_a_run_samples_from_sglang_and_stops_its_servers(sglang_python, tmp_path
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert found["versions"] == 4
+    assert found["bytes"]["delta_total"] > 0
     assert [worker["bit_identical"] for worker in found["workers"]] == [True]
     assert found["proof"]["repeated"] == found["proof"]["lost"] == 0
     assert found["staleness"]["max"] <= 2
