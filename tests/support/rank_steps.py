@@ -45,6 +45,7 @@ from deltawire.train.masters import COMPUTE_DTYPES, MasterWeights
 from deltawire.train.parallel import open_mesh, shard_model
 from deltawire.train.reference import FrozenCopy
 from deltawire.train.step import train_step
+from deltawire.train.stopping import StepAbandonedError, never
 from deltawire.wire.ledger import Ledger
 from deltawire.wire.rollouts import BetterAnswer
 from deltawire.wire.run import Run
@@ -170,7 +171,12 @@ def run_task(task):
         groups = groups_of(number, moe=task["model"] in SPARSE, count=count)
         if task.get("edited"):
             groups = edited(groups)
-        result = train_step(masters, groups, config, reference=reference)
+        try:
+            result = train_step(
+                masters, groups, config, reference=reference, stopping=stopping_of(task, mesh)
+            )
+        except StepAbandonedError:
+            return {"abandoned": number, "digest": masters.digest().hex()}, {}
         losses.append(result.loss)
         norms.append(result.grad_norm)
     digest = masters.digest().hex()
@@ -196,6 +202,14 @@ def run_task(task):
             "reward": result.reward_mean, "k3": result.parity.drift.k3, "entropy": result.entropy,
         }  # fmt: skip
     return record, gradients
+
+
+def stopping_of(task, mesh):
+    """Asks one rank to stop after its first micro-batch, if the task names one."""
+    if "stopping_rank" not in task:
+        return never
+    asked = iter(range(1000))
+    return lambda: next(asked) >= 1 and mesh.rank == task["stopping_rank"]
 
 
 @torch.no_grad()

@@ -202,8 +202,8 @@ def execute(
     """Runs a job to its end and writes its report; None if it was interrupted. ``launcher`` decides
     where its processes run, by default on this machine.
 
-    On the first SIGINT or SIGTERM, and at the ``deadline``, the processes finish their current
-    step; the second signal kills them.
+    On the first SIGINT or SIGTERM, and at the ``deadline``, the processes store what must be kept
+    and end; the second signal kills them.
     """
     stop: list[int] = []
 
@@ -235,7 +235,7 @@ def execute(
             deadline.cancel()
         watcher.end_view()
         if stop:
-            console.print("stopping after the current step; interrupt again to stop now")
+            console.print("stopping; interrupt again to stop now")
         supervisor.stop(hurry=lambda: len(stop) > 1)
         for number, handler in before.items():
             signal.signal(number, handler)

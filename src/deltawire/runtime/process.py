@@ -32,6 +32,10 @@ RUN_PATIENCE_S = 300.0
 """Seconds that a reader waits for a run, and for its version 0, to appear."""
 
 
+class StopAskedError(Exception):
+    """The process was asked to stop during work of which nothing is kept."""
+
+
 class Process:
     """One process of a run.
 
@@ -75,6 +79,7 @@ class Process:
         )
         self._parent = os.getppid()
         self._stop = threading.Event()
+        self._interruptible = False
         stream = f"{name}-{self.nonce}"
         self.events = EventLog(name, lambda n, data: bucket.put(keys.events(stream, n), data))
 
@@ -118,6 +123,22 @@ class Process:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self._stop.set()
+        if self._interruptible:
+            self._interruptible = False  # A second signal must not interrupt the cleaning up.
+            raise StopAskedError
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Raises `StopAskedError` in the body, in the main thread, once a signal asks to stop: for
+        work that may take a minute and of which nothing is kept, such as loading a model.
+        """
+        if self.stopping:
+            raise StopAskedError
+        try:
+            self._interruptible = True
+            yield
+        finally:
+            self._interruptible = False
 
     def is_stopping(self) -> bool:
         """`stopping` as a function, for callers that poll it."""

@@ -39,6 +39,7 @@ from deltawire.train.budget import divide
 from deltawire.train.masters import MasterWeights
 from deltawire.train.policy import TrainedPolicy
 from deltawire.train.step import deterministic
+from deltawire.train.stopping import Stopping, abandon_if, never
 from deltawire.wire.rollouts import Group, Trajectory
 
 
@@ -286,12 +287,17 @@ class MidtrainResult:
 
 
 def midtrain_step(
-    masters: MasterWeights, documents: Sequence[NDArray[np.int32]], config: RunConfig
+    masters: MasterWeights,
+    documents: Sequence[NDArray[np.int32]],
+    config: RunConfig,
+    *,
+    stopping: Stopping = never,
 ) -> MidtrainResult:
     """Takes one optimizer step on the mean cross-entropy of every token after a document's first.
 
     The same inputs, threads and ranks give the same bits. Every rank gets all documents and
-    computes its share.
+    computes its share. Raises `StepAbandonedError` if the process is ``stopping`` before the
+    optimizer step.
     """
     policy = TrainedPolicy.of(masters.model, config.train)
     mesh = masters.mesh
@@ -303,6 +309,7 @@ def midtrain_step(
     loss, entropy = 0.0, 0.0
     with deterministic():
         for members in divided[mesh.data_rank]:
+            abandon_if(stopping, mesh)
             # Ranks gather weights together, so a rank without documents makes a pass with weight 0.
             counts = bool(members)
             batch = collate(groups, members or some).to(mesh.device)

@@ -48,6 +48,7 @@ from deltawire.train.loss.shared_tokens import (
 from deltawire.train.masters import MasterWeights
 from deltawire.train.policy import TrainedPolicy
 from deltawire.train.reference import Reference
+from deltawire.train.stopping import Stopping, abandon_if, never
 from deltawire.wire.rollouts import Group
 
 Advantages = Mapping[tuple[int, int], float]
@@ -87,6 +88,7 @@ def train_step(
     reference: Reference | None = None,
     version: int | None = None,
     parts: Sequence[int] = (),
+    stopping: Stopping = never,
 ) -> StepResult:
     """Runs one training step on these groups, in this order.
 
@@ -94,9 +96,10 @@ def train_step(
     consecutive groups that are one prompt's (`prompts_of`). ``reference`` is that of the loss, None
     if it needs none. ``version`` is the one that the masters
     hold; the count of their steps without it. If parity stops the step, only the gradients have
-    changed.
+    changed. Raises `StepAbandonedError` if the process is ``stopping`` before the first optimizer
+    step; later ones are completed.
     """
-    step = _TrainingStep.of(masters, groups, config, reference, version, parts)
+    step = _TrainingStep.of(masters, groups, config, reference, version, parts, stopping)
     with deterministic():
         judged = config.train.loss.traits.good_or_bad
         if len(step.minibatches) > 1 or judged:
@@ -287,6 +290,7 @@ class _TrainingStep:
         minibatches: list[_Minibatch],
         advantages: Advantages,
         spans: Spans,
+        stopping: Stopping,
     ) -> None:
         self.masters = masters
         self.config = config
@@ -296,6 +300,7 @@ class _TrainingStep:
         self.minibatches = minibatches
         self.advantages = advantages
         self.spans = spans
+        self.stopping = stopping
         self.replay: RouteReplay | None = replay_of(masters.model, config.parity)
         self.parity: BatchParity | None = None
         self.reference_point: float | None = None
@@ -313,6 +318,7 @@ class _TrainingStep:
         reference: Reference | None,
         version: int | None,
         parts: Sequence[int],
+        stopping: Stopping,
     ) -> _TrainingStep:
         """Divides the groups into minibatches and micro-batches."""
         groups = with_reused_tokens(groups, config)
@@ -363,15 +369,18 @@ class _TrainingStep:
             ParityMeter(judged_parity(config), version),
             minibatches,
             *token_advantages(groups, config, parts),
+            stopping,
         )
 
     def compute_old(self) -> None:
         """Computes the log-probabilities before the first optimizer step, and checks parity."""
         for minibatch in self.minibatches:
             for batch in minibatch.batches:
+                self._abandon_if_stopping()
                 with torch.no_grad(), self.policy.terms(batch, self.replay) as terms:
                     minibatch.before.append((terms.logprobs, self._measure(batch, terms)))
             for batch in minibatch.idle:
+                self._abandon_if_stopping()
                 with torch.no_grad(), self.policy.terms(batch):
                     pass
         self.parity = self._judged()
@@ -409,6 +418,7 @@ class _TrainingStep:
         """
         growth = HeapGrowth()
         for number, batch in enumerate(minibatch.batches):
+            self._abandon_if_stopping()
             # Before the policy's pass: they may share the model.
             known = minibatch.references
             reference_NC = known[number] if known else self._reference(batch)
@@ -422,6 +432,7 @@ class _TrainingStep:
                     self._backward(minibatch, batch, terms, keep_N, None, reference_NC)
             growth.release()
         for batch in minibatch.idle:
+            self._abandon_if_stopping()
             if self.reference_point is None:
                 self._reference(batch)
             with self.policy.terms(batch) as terms:
@@ -430,6 +441,11 @@ class _TrainingStep:
             self.parity = self._judged()
         if not self.parity.stopped:
             self.norms.append(self.masters.step())
+
+    def _abandon_if_stopping(self) -> None:
+        """Ends the step if the process was asked to stop and no master has changed."""
+        if not self.norms:
+            abandon_if(self.stopping, self.masters.mesh)
 
     def _judged(self) -> BatchParity:
         """Parity once every token was measured."""

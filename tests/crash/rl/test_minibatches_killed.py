@@ -15,10 +15,13 @@ from deltawire.config import OptimizerConfig
 from deltawire.export.models import empty_model, fetch_model_files
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.rl.trainer.verify_training import verify_training
+from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_history, read_manifest
+from deltawire.train.checkpoint import checkpoint_versions
 from deltawire.train.masters import MasterWeights
+from deltawire.train.policy import TrainedPolicy
 
 VERSIONS, GROUPS, MINIBATCHES = 3, 4, 2
 
@@ -30,17 +33,22 @@ class Killed(BaseException):
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("minibatches")
+    begin(folder, MINIBATCHES, checkpoint_every=1)
+    return folder / "bucket"
+
+
+def begin(folder: Path, minibatches: int, *, checkpoint_every: int) -> Bucket:
     train = {
         "versions": VERSIONS,
         "groups_per_step": GROUPS,
-        "minibatches": MINIBATCHES,
+        "minibatches": minibatches,
         "max_staleness": 100,
-        "checkpoint_every": 1,
+        "max_tokens_per_batch": 64,  # Several micro-batches.
+        "checkpoint_every": checkpoint_every,
         "optimizer": {"learning_rate": 1e-2, "kind": "adamw"},
         "schedule": {"warmup_steps": 1},
     }
-    start_with_groups(folder, groups=GROUPS * VERSIONS, train=train)
-    return folder / "bucket"
+    return start_with_groups(folder, groups=GROUPS * VERSIONS, train=train)
 
 
 def copied(begun: Path, folder: Path) -> Bucket:
@@ -109,3 +117,33 @@ def test_minibatches_are_several_steps_and_not_one(begun: Path, tmp_path: Path) 
     assert isinstance(trainer.config.train.optimizer, OptimizerConfig)
     trainer.loop()
     assert trainer.masters.steps == MINIBATCHES * VERSIONS
+
+
+@pytest.mark.parametrize("minibatches", [1, MINIBATCHES])
+def test_a_trainer_asked_to_stop_in_a_step_leaves_its_groups_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minibatches: int
+) -> None:
+    """It ends between two micro-batches, with a checkpoint and a status of the version before."""
+    bucket, whole = begin(tmp_path, minibatches, checkpoint_every=100), tmp_path / "whole"
+    shutil.copytree(tmp_path / "bucket", whole)
+    trainer_of(open_bucket(str(whole))).loop()
+    wanted = digests(open_bucket(str(whole)))
+    assert len(set(wanted)) == VERSIONS + 1
+    trainer = trainer_of(bucket)
+    honest: Any = TrainedPolicy.terms
+
+    def slow(self: TrainedPolicy, *given: Any) -> Any:
+        if trainer.version == 1:
+            assert not trainer.process.stopping, "it goes on"
+            trainer.process.stop()
+        return honest(self, *given)
+
+    monkeypatch.setattr(TrainedPolicy, "terms", slow)
+    trainer.loop()
+    monkeypatch.setattr(TrainedPolicy, "terms", honest)
+    status = read_trainer(bucket)
+    assert status is not None
+    assert (status.phase, status.version) == ("stopped", 1)
+    assert checkpoint_versions(bucket) == [1]
+    trainer_of(bucket).loop()
+    assert digests(bucket) == wanted

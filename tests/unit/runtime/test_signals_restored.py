@@ -1,12 +1,22 @@
-"""A process handles signals only while it runs."""
+"""A process handles signals only while it runs, and ends a start of which nothing is kept."""
 
 import os
 import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
+from deltawire.config import parse_config
 from deltawire.errors import InputError
-from deltawire.runtime.process import Process
+from deltawire.events import Life
+from deltawire.rl.evaluate import evaluator
+from deltawire.rl.reference import process as reference
+from deltawire.rl.rollout import worker
+from deltawire.rl.trainer import entry, warm_start
+from deltawire.runtime.event_tail import events_of
+from deltawire.runtime.process import Process, StopAskedError
 from deltawire.store import open_bucket
 
 
@@ -47,3 +57,72 @@ def test_a_supervised_process_ends_with_its_own():
     with process.handling_signals():
         inside = handlers()
     assert handlers() == inside, "a late SIGTERM would be reported as a failure"
+
+
+def go_on():
+    """Computes for 30 s. A signal that arrives right before a sleep does not shorten it."""
+    for _ in range(3000):
+        time.sleep(0.01)
+    raise AssertionError("it goes on")
+
+
+def interrupted_twice():
+    """The second signal must not end the cleaning up."""
+    cleaned_up = False
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        go_on()
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        cleaned_up = True
+        assert cleaned_up
+
+
+def test_interruptible_work_ends_where_the_signal_arrives():
+    process = new_process(supervised=False)
+    with process.handling_signals():
+        with process.interruptible():
+            pass
+        with pytest.raises(StopAskedError), process.interruptible():
+            interrupted_twice()
+        os.kill(os.getpid(), signal.SIGTERM)  # Other work is not interrupted.
+        with pytest.raises(StopAskedError), process.interruptible():
+            raise AssertionError("it was asked to stop before")
+
+
+NEW = parse_config({"name": "new", "model": {"build": {"family": "qwen3"}}}, source="test")
+STARTS = {
+    "worker": (worker, lambda p: worker.run_worker(p, patience_s=1, report=print)),
+    "evaluator": (evaluator, evaluator.run_evaluator),
+    "reference": (reference, reference.run_reference),
+    "trainer": (entry, lambda p: entry.run_trainer(p, None)),
+    "warm-start": (warm_start, lambda p: warm_start.run_warm_start(p, NEW, Path("none"))),
+}
+
+
+@pytest.mark.parametrize("role", STARTS)
+def test_a_slow_start_ends_at_once(role, monkeypatch):
+    """Opening the run stands for any part of it, such as loading a model for half a minute."""
+    module, run = STARTS[role]
+    opened = threading.Event()
+
+    def slow(*_, **__):
+        opened.set()
+        go_on()
+
+    def ask():
+        opened.wait(30)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    opening = "open_tasks" if role == "warm-start" else "open_run"
+    monkeypatch.setattr(module, opening, slow)
+    process = Process(open_bucket("memory://"), "w0", role, supervised=False)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    with process.handling_signals():
+        began = time.monotonic()
+        run(process)
+    asking.join()
+    assert time.monotonic() - began < 10
+    lives = [event.what for event in events_of(process.bucket, "w0") if isinstance(event, Life)]
+    assert lives == ["started", "stopped"]

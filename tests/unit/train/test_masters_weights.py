@@ -22,6 +22,7 @@ from deltawire.sync.follow.mirror import Mirror
 from deltawire.train.masters import MasterWeights
 from deltawire.train.reference import SleepingCopy
 from deltawire.train.step import train_step
+from deltawire.train.stopping import StepAbandonedError
 from deltawire.wire.rollouts import Group, Trajectory
 
 CONFIG = TrainConfig(
@@ -270,6 +271,34 @@ def test_a_step_raises_what_was_rewarded(tiny):
         np.mean([t.reward for group in groups for t in group.trajectories])
     )
     assert results[0].tokens == sum(group.tokens for group in groups)
+
+
+@pytest.mark.parametrize(("minibatches", "after"), [(1, 0), (1, 4), (2, 4)])
+def test_a_step_that_is_abandoned_changes_no_master(tiny, minibatches, after):
+    """``after`` is the number of micro-batches before the process is asked to stop. Two minibatches
+    compute the log-probabilities of all before the first optimizer step."""
+    train = TrainConfig(
+        schedule=ScheduleConfig(warmup_steps=0), max_tokens_per_batch=1, minibatches=minibatches
+    )
+    masters, groups = MasterWeights(tiny, train), sampled(3)
+    before, asked = saved(masters), iter(range(100))
+    with pytest.raises(StepAbandonedError):
+        train_step(
+            masters,
+            groups,
+            RunConfig(name="t", train=train),
+            stopping=lambda: next(asked) >= after,
+        )
+    assert next(asked) == after + 1
+    assert equal(saved(masters), before)
+
+
+def test_a_step_is_completed_once_an_optimizer_step_was_taken(tiny):
+    train = TrainConfig(schedule=ScheduleConfig(warmup_steps=0), minibatches=2)
+    masters = MasterWeights(tiny, train)
+    config = RunConfig(name="t", train=train)
+    train_step(masters, sampled(3), config, stopping=lambda: masters.steps > 0)
+    assert masters.steps == 2
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "dr_grpo"])

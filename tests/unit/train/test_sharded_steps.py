@@ -97,8 +97,19 @@ def two_ranks(tmp_path_factory):
         "of experts": {**tasks["stacks"], "publish": str(folder / "experts")},
         "of shards": {**tasks["shards"], "publish": str(folder / "shards")},
     }
+    abandoned = {**tasks["stacks"], "groups": 5, "last": 1, "stopping_rank": 1}
+    more["untrained"] = {**abandoned, "last": 0}
+    more["abandoned"] = abandoned
     found = rank_steps.run_tasks(folder, 2, tasks | more)
     return folder, tasks, alone, found
+
+
+def test_all_ranks_abandon_a_step_if_one_is_asked_to_stop(two_ranks):
+    found = two_ranks[3]
+    record = found["abandoned"][0]
+    assert record["abandoned"] == 0
+    assert record["digest"] == found["untrained"][0]["digest"]
+    assert found["stacks"][0]["digest"] != record["digest"]
 
 
 @pytest.mark.parametrize("name", ["shards", "tied", "adapter", "stacks", "muon", *JUDGED])

@@ -24,7 +24,7 @@ from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_polic
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
-from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
+from deltawire.runtime.process import RUN_PATIENCE_S, Process, StopAskedError, open_run
 from deltawire.wire.run import Run
 
 Estimator = Callable[[ServedPolicy, Callable[[str], None]], OffPolicyEstimate | None]
@@ -163,12 +163,10 @@ def run_evaluator(process: Process, estimator: OpenEstimator = no_estimator) -> 
     live metric."""
     started = time.time()
     process.record_life("started")
-    run, config = open_run(
-        process.bucket, role="evaluator", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
-    )
-    process.heartbeat.faults = config.faults
-    with ExitStack() as stack:
-        with process.heartbeat.long_task("start"):
+    with suppress(StopAskedError), ExitStack() as stack:
+        with process.interruptible(), process.heartbeat.long_task("start"):
+            run, config = open_run(process.bucket, role="evaluator", wait_s=RUN_PATIENCE_S)
+            process.heartbeat.faults = config.faults
             if config.train.adapters:
                 names = [one.name for one in config.train.adapters]
                 waiting = {name: _open_line(process, name, stack) for name in names}
@@ -180,23 +178,18 @@ def run_evaluator(process: Process, estimator: OpenEstimator = no_estimator) -> 
                 )
                 waiting = {"": follower}
         process.events.span("start", started)
-        with suppress(_StopAskedError):
-            _follow_all(process, waiting)
+        _follow_all(process, waiting)
     process.record_life("stopped")
 
 
-class _StopAskedError(Exception):
-    """The process was asked to stop; what it measures is measured again by the next one."""
-
-
 def _beat(process: Process, activity: str) -> None:
-    """Reports progress; raises `_StopAskedError` once the process was asked to stop.
+    """Reports progress; raises `StopAskedError` once the process was asked to stop.
 
     A measurement may take minutes, and nothing of it is kept if it is not finished.
     """
     process.heartbeat.progress(activity)
     if process.stopping:
-        raise _StopAskedError
+        raise StopAskedError
 
 
 def _follow_all(process: Process, waiting: dict[str, _HeldoutFollower]) -> None:

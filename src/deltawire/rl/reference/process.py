@@ -11,6 +11,7 @@ successor. The process keeps no state, so it may be killed at any moment.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from deltawire.placement.device import resolve_device
 from deltawire.rl.control.rollout_reader import Bounds, read_group
 from deltawire.rl.reference.models import load_reference_model
 from deltawire.runtime.fleet import read_trainer
-from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
+from deltawire.runtime.process import RUN_PATIENCE_S, Process, StopAskedError, open_run
 from deltawire.store.parallel import in_parallel
 from deltawire.sync import newest_version
 from deltawire.train.batch import collate
@@ -146,6 +147,8 @@ class GroupScorer:
             [group], budget=self._config.train.max_tokens_per_batch, packed=self._policy.packs
         )
         for members in batches:
+            if self._process.stopping:
+                raise StopAskedError  # The next process scores the group.
             batch = collate([group], members).to(self._device)
             with self._policy.terms(batch) as terms:
                 rows = terms.logprobs.float().cpu().numpy()
@@ -162,25 +165,30 @@ def run_reference(process: Process) -> None:
     """
     started = time.time()
     process.record_life("started")
-    run, config = open_run(
-        process.bucket, role="reference", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
-    )
+    count = 0
+    with suppress(StopAskedError):
+        with process.interruptible():
+            scorer = _open_scorer(process)
+        process.events.span("start", started)
+        while not process.stopping:
+            process.heartbeat.progress("wait")
+            done = scorer.round()
+            count += done
+            if not done:
+                status = read_trainer(process.bucket)
+                if status is not None and status.phase == "finished":
+                    break
+                process.wait(process.bucket.poll_s)
+    process.record_life("stopped", f"{count} groups scored")
+
+
+def _open_scorer(process: Process) -> GroupScorer:
+    """Waits for the run and its version 0, and loads the model."""
+    run, config = open_run(process.bucket, role="reference", wait_s=RUN_PATIENCE_S)
     process.heartbeat.faults = config.faults
     torch.set_num_threads(config.threads)
-    while newest_version(process.bucket) is None and not process.stopping:
+    while newest_version(process.bucket) is None:
         process.heartbeat.progress("wait")
         process.wait(process.bucket.poll_s)
     with process.heartbeat.long_task("start"):
-        scorer = GroupScorer(process, run, config)
-    process.events.span("start", started)
-    count = 0
-    while not process.stopping:
-        process.heartbeat.progress("wait")
-        done = scorer.round()
-        count += done
-        if not done:
-            status = read_trainer(process.bucket)
-            if status is not None and status.phase == "finished":
-                break
-            process.wait(process.bucket.poll_s)
-    process.record_life("stopped", f"{count} groups scored")
+        return GroupScorer(process, run, config)

@@ -41,7 +41,7 @@ from deltawire.rl.rollout.reuse import play_group
 from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.rl.rollout.uploader import Uploader
 from deltawire.runtime.lines import line_bucket
-from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
+from deltawire.runtime.process import RUN_PATIENCE_S, Process, StopAskedError, open_run
 from deltawire.wire.run import Run
 from deltawire.wire.status import MAX_ALARM, TrainerStatus, WorkerPhase, WorkerStatus
 
@@ -268,16 +268,22 @@ def run_worker(process: Process, *, patience_s: float, report: Callable[[str], N
 
     ``report`` takes a line for a person: on joining, every few seconds, and at the end.
     """
-    started = time.time()
     process.record_life("started")
-    run, config = open_run(
-        process.bucket, role="worker", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
-    )
-    process.heartbeat.faults = config.faults
+    try:
+        _run_worker(process, patience_s=patience_s, report=report)
+    except StopAskedError:
+        process.record_life("stopped", "before it had joined the run")
+
+
+def _run_worker(process: Process, *, patience_s: float, report: Callable[[str], None]) -> None:
+    started = time.time()
+    with process.interruptible():
+        run, config = open_run(process.bucket, role="worker", wait_s=RUN_PATIENCE_S)
+        process.heartbeat.faults = config.faults
     if config.train.adapters:
         serve_lines(process, config, patience_s=patience_s, report=report)
         return
-    with process.heartbeat.long_task("start"):
+    with process.interruptible(), process.heartbeat.long_task("start"):
         worker = Worker(process, run, config, report=report)
     protect_credentials()
     process.events.span("start", started)
@@ -301,10 +307,8 @@ def serve_lines(
             place = line_bucket(process.bucket, one.name, create=True)
             own = process.in_line(place)
             stack.enter_context(own.registered())
-            with process.heartbeat.long_task("start"):
-                run, line = open_run(
-                    place, role="worker", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
-                )
+            with process.interruptible(), process.heartbeat.long_task("start"):
+                run, line = open_run(place, role="worker", wait_s=RUN_PATIENCE_S)
                 own.heartbeat.faults = line.faults
                 own.record_life("started")
                 workers[one.name] = Worker(

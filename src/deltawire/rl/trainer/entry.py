@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from deltawire.rl.trainer.rank import Rank, translated
 from deltawire.rl.trainer.trainer import Trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.memory import release_heap
-from deltawire.runtime.process import Process, open_run
+from deltawire.runtime.process import Process, StopAskedError, open_run
 from deltawire.store import Bucket
 from deltawire.sync import read_run
 from deltawire.train.parallel.ranks import join_ranks, leave_ranks, lost_ranks, world_of
@@ -52,39 +53,65 @@ def run_trainer(
     """
     started = process.events.now()
     process.record_life("started")
+    # Other ranks would wait for one that ends during the start.
+    alone = world_of()[1] == 1
+    starting = process.interruptible if alone else nullcontext
     try:
-        if source is not None and source[0].train.adapters:
-            start_lines(process.bucket, *source, signer=signer, run_id=run_id)
-        elif source is not None:
-            start_run(process.bucket, *source, signer=signer, run_id=run_id)
-        # The model that version 0 was published from is part of cycles.
-        gc.collect()
-        release_heap()
-        run, config = open_run(process.bucket, role="trainer")
-        config = config if source is None else source[0]
-        _check_layout(config)
-        process.heartbeat.faults = config.faults
-        with lost_ranks():
-            join_ranks()
+        with starting():
+            run, config = _start_or_open(process, source, signer=signer, run_id=run_id)
         if config.train.adapters:
-            changed = source is not None
-            with LinesTrainer(process, config, signer=signer, changed=changed) as lines_trainer:
-                lines_trainer.loop()
-            process.record_life("stopped", lines_trainer.described)
-            leave_ranks()
-            return
-        model = open_policy_model(process.bucket, run, config)
-        kind: type[Trainer | Midtrainer] = Trainer if config.midtrain is None else Midtrainer
-        with lost_ranks():
-            trainer = kind(process, run, config, model, signer=signer)
-        process.events.span("start", started)
-        with translated(process.bucket, run, trainer.epoch):
-            trainer.loop()
+            described = _train_lines(process, config, signer=signer, changed=source is not None)
+        else:
+            with starting():
+                model = open_policy_model(process.bucket, run, config)
+                kind: type[Trainer | Midtrainer]
+                kind = Trainer if config.midtrain is None else Midtrainer
+                with lost_ranks():
+                    trainer = kind(process, run, config, model, signer=signer)
+            process.events.span("start", started)
+            with translated(process.bucket, run, trainer.epoch):
+                trainer.loop()
+            described = f"version {trainer.version}"
+    except StopAskedError:
+        described = "before it had started"
     except DeltawireError as error:
         _record_error(process, error)
         raise
-    process.record_life("stopped", f"version {trainer.version}")
+    process.record_life("stopped", described)
     leave_ranks()
+
+
+def _start_or_open(
+    process: Process,
+    source: tuple[RunConfig, Path] | None,
+    *,
+    signer: Signer | None,
+    run_id: str,
+) -> tuple[Run, RunConfig]:
+    """Publish version 0 of a new run, open the run, and join the other ranks."""
+    if source is not None and source[0].train.adapters:
+        start_lines(process.bucket, *source, signer=signer, run_id=run_id)
+    elif source is not None:
+        start_run(process.bucket, *source, signer=signer, run_id=run_id)
+    # The model that version 0 was published from is part of cycles.
+    gc.collect()
+    release_heap()
+    run, config = open_run(process.bucket, role="trainer")
+    config = config if source is None else source[0]
+    _check_layout(config)
+    process.heartbeat.faults = config.faults
+    with lost_ranks():
+        join_ranks()
+    return run, config
+
+
+def _train_lines(
+    process: Process, config: RunConfig, *, signer: Signer | None, changed: bool
+) -> str:
+    """Train a run of several adapters; returns the version of each line."""
+    with LinesTrainer(process, config, signer=signer, changed=changed) as trainer:
+        trainer.loop()
+        return trainer.described
 
 
 def follow_trainer(

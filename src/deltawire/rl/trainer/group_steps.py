@@ -27,6 +27,7 @@ from deltawire.store import Bucket
 from deltawire.train.masters import MasterWeights
 from deltawire.train.reference import Reference
 from deltawire.train.step import StepResult, train_step
+from deltawire.train.stopping import Stopping
 from deltawire.wire.decisions import ServedVersion
 from deltawire.wire.ledger import Ledger
 from deltawire.wire.run import Run
@@ -57,7 +58,12 @@ class GroupSteps:
         return recompute_step(self._bucket, self._run, state).equal
 
     def train(
-        self, masters: MasterWeights, order: Train, given: Sequence[BufferedGroup] | None = None
+        self,
+        masters: MasterWeights,
+        order: Train,
+        given: Sequence[BufferedGroup] | None = None,
+        *,
+        stopping: Stopping,
     ) -> StepResult:
         """See `StepKind.train`; ``given`` are the groups that the metadata names.
 
@@ -72,6 +78,7 @@ class GroupSteps:
             reference=reference_for(self.reference, groups),
             version=order.base,
             parts=order.metadata.parts,
+            stopping=stopping,
         )
         if self._config.live.planted:
             plant(masters, self._config, version=order.metadata.step)

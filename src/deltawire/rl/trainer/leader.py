@@ -211,8 +211,8 @@ class Leader(Generic[R]):
         self._ordered_at = time.monotonic()
         self._orders.send(order, line=self._line)
 
-    def _train(self, order: Train, given: Any = None) -> R:
-        """Compute a step on all ranks."""
+    def _train(self, order: Train, given: Any = None) -> R | None:
+        """Compute a step on all ranks; returns None if it was abandoned, to stop."""
         with self.process.heartbeat.long_task("train"):
             self._order(order)
             result = self.rank.train(order, given)

@@ -42,6 +42,7 @@ from deltawire.train.midtrain import (
     midtrain_step,
     seed_document_step,
 )
+from deltawire.train.stopping import Stopping, never
 from deltawire.wire.decisions import ServedVersion
 from deltawire.wire.ledger import CommitMetadata, Ledger
 from deltawire.wire.run import Run
@@ -84,15 +85,20 @@ class DocumentSteps:
         config = settings_of_step(self._bucket, self._run, metadata, version)
         state.follow_settings(config.train)
         with threads_of(metadata):
-            self._train(state.masters, config, metadata, None)
+            self._train(state.masters, config, metadata, None, never)
         state.version, state.ranks = version, metadata.ranks or state.ranks
         return state.masters.digest() == published
 
     def train(
-        self, masters: MasterWeights, order: Train, given: DocumentBatch | None = None
+        self,
+        masters: MasterWeights,
+        order: Train,
+        given: DocumentBatch | None = None,
+        *,
+        stopping: Stopping,
     ) -> MidtrainResult:
         """See `StepKind.train`; ``given`` is the batch of `next_batch`."""
-        return self._train(masters, self._config, order.metadata, given)
+        return self._train(masters, self._config, order.metadata, given, stopping)
 
     def return_to(self, masters: MasterWeights, target: ServedVersion, *, now: int) -> Restoration:
         """See `StepKind.return_to`; mid-training follows no decisions."""
@@ -109,6 +115,7 @@ class DocumentSteps:
         config: RunConfig,
         metadata: CommitMetadata,
         given: DocumentBatch | None,
+        stopping: Stopping,
     ) -> MidtrainResult:
         batch = given or self.next_batch()
         if batch.position != metadata.position:
@@ -119,7 +126,7 @@ class DocumentSteps:
                 version=metadata.step,
             )
         seed_document_step(config, self.position, rank=masters.mesh.data_rank)
-        result = midtrain_step(masters, batch.documents, config)
+        result = midtrain_step(masters, batch.documents, config, stopping=stopping)
         self.position = batch.position
         return result
 
@@ -168,6 +175,8 @@ class Midtrainer(Leader[MidtrainResult]):
         )
         order = Train(base=self.version, metadata=metadata)
         result = self._train(order, batch)
+        if result is None:
+            return  # It was asked to stop.
         trained = events.span("train", started)
         self._publish(order.metadata)
         done = events.span("publish", trained)

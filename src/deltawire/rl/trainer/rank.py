@@ -42,6 +42,7 @@ from deltawire.train.parallel.ranks import lost_ranks
 from deltawire.train.publications import Publications
 from deltawire.train.publishing import open_rank_publisher
 from deltawire.train.served_share import ServedShare
+from deltawire.train.stopping import StepAbandonedError, Stopping, never
 from deltawire.wire.decisions import ServedVersion
 from deltawire.wire.ledger import STEP_RECORD, Ledger
 from deltawire.wire.run import Run
@@ -64,8 +65,11 @@ class StepKind(Protocol[R_co]):
         """Compute the next committed step again; returns whether it gave the published bits."""
         ...
 
-    def train(self, masters: MasterWeights, order: Train, given: Any = None) -> R_co:
-        """Compute a step. ``given`` is what rank 0 has read already."""
+    def train(
+        self, masters: MasterWeights, order: Train, given: Any = None, *, stopping: Stopping
+    ) -> R_co:
+        """Compute a step. ``given`` is what rank 0 has read already. Raises `StepAbandonedError`
+        on all ranks if one is ``stopping`` before the optimizer step."""
         ...
 
     def return_to(self, masters: MasterWeights, target: ServedVersion, *, now: int) -> Restoration:
@@ -99,7 +103,7 @@ class Rank(Generic[R_co]):
         on_anchor: Callable[[AnchorStats], None] | None = None,
         confirm: Callable[[], None] = lambda: None,
         long_task: LongTask = lambda _: contextlib.nullcontext(),
-        stopping: Callable[[], bool] = lambda: False,
+        stopping: Stopping = never,
     ) -> None:
         self.bucket, self.run, self.config = bucket, run, start.config
         self.epoch, self.version = start.epoch, start.version
@@ -169,9 +173,14 @@ class Rank(Generic[R_co]):
             )
         return state
 
-    def train(self, order: Train, given: Any = None) -> R_co:
-        """Compute a step, which changes this rank's shards; publishes nothing."""
-        result = self.steps.train(self.masters, order, given)
+    def train(self, order: Train, given: Any = None) -> R_co | None:
+        """Compute a step, which changes this rank's shards; publishes nothing. Returns None if a
+        rank was asked to stop before the optimizer step: then nothing changes, and all stop."""
+        try:
+            result = self.steps.train(self.masters, order, given, stopping=self._stopping)
+        except StepAbandonedError:
+            self.stop_asked = True
+            return None
         release_heap()  # Of activations: publishing and the optimizer need other sizes.
         self.agree_to_stop()
         return result

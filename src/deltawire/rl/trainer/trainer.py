@@ -326,6 +326,8 @@ class Trainer(Leader[StepResult]):
         )
         order = Train(base=base, metadata=metadata)
         result = self._train(order, batch.taken)
+        if result is None:
+            return started  # It was asked to stop; the next trainer takes these groups.
         trained = events.span("train", started)
         self._record_parity(batch, result, version)
         self.alarm.step(version, result)

@@ -25,7 +25,7 @@ from deltawire.export.models import load_model, load_tokenizer, save_model, stop
 from deltawire.placement.device import resolve_device
 from deltawire.rl.rollout.episode import play_all, run_episode
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
-from deltawire.runtime.process import Process
+from deltawire.runtime.process import Process, StopAskedError
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.train.warm_start import Pair, WarmStartProgress, warm_start
 
@@ -49,13 +49,17 @@ def run_warm_start(
     process.record_life("started")
     process.heartbeat.faults = config.faults
     torch.set_num_threads(max(config.threads, _processors()))
-    tasks = open_tasks(config.task, seed=config.seed)
-    model, tokenizer = origin(config)
-    model.to(resolve_device(config.device_of("trainer")))
-    mark = process.events.span("start", started)
-    if config.warm_start.max_steps:
-        _warm(process, config, tasks, model, tokenizer, watch, mark)
-    if process.stopping:
+    try:
+        with process.interruptible():
+            tasks = open_tasks(config.task, seed=config.seed)
+            model, tokenizer = origin(config)
+            model.to(resolve_device(config.device_of("trainer")))
+            mark = process.events.span("start", started)
+            if config.warm_start.max_steps:
+                _warm(process, config, tasks, model, tokenizer, watch, mark)
+            if process.stopping:  # Its supervisor is gone, which sends no signal.
+                raise StopAskedError
+    except StopAskedError:
         process.record_life("stopped", "interrupted")
         return False
     unfinished = out.with_name(f"{out.name}.{process.nonce}")

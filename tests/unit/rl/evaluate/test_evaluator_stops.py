@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
-from deltawire.rl.evaluate.evaluator import _beat, _StopAskedError
+from deltawire.rl.evaluate.evaluator import _beat
 from deltawire.rl.rollout.episode import play_all
-from deltawire.runtime.process import Process
+from deltawire.runtime.process import Process, StopAskedError
 from deltawire.store import open_bucket
 
 
@@ -31,7 +31,7 @@ def test_a_measurement_ends_after_the_step_in_which_it_is_asked_to_stop():
     async def endless():
         await asyncio.Event().wait()
 
-    with pytest.raises(_StopAskedError):
+    with pytest.raises(StopAskedError):
         asyncio.run(
             play_all(
                 engine,
