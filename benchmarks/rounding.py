@@ -6,9 +6,9 @@ figures are those of a run: the served share, ⟨served − served₀, master �
 master₀|², and the share of elements that differ from version 0; and the cosine of the two changes,
 which says how much of the served change is rounding.
 
-Masters start at the published values, or dithered in their rounding intervals
-(`deltawire.train.dither`). The quantized lines are made from bf16 weights, with scales that stay
-(`deltawire.quantization.sticky`).
+Masters start at the published values, or dithered in the intervals that round to them
+(`deltawire.train.dither`), those of float16 for a run that publishes it. The quantized lines are
+made from bf16 weights, with scales that stay (`deltawire.quantization.sticky`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from deltawire.train.dither import dither
 
 ROWS, COLUMNS = 128, 256
 """The part of a matrix that is looked at: whole blocks of every format."""
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 QUANTIZED = ("fp8-block", "int4-g32", "mxfp4")
 BETA1, BETA2 = 0.9, 0.99
 
@@ -56,12 +57,14 @@ def measure(
     for name, weight in read_matrices(model, matrices):
         moves = adam_moves(tuple(weight.shape), steps, generator)
         for start in ("published", "dithered"):
-            master = weight.clone()
-            if start == "dithered":
-                dither(master, torch.bfloat16, seed=seed, name=name)
+            masters = {}
+            for dtype in DTYPES.values():
+                masters[dtype] = weight.clone()
+                if start == "dithered":
+                    dither(masters[dtype], dtype, seed=seed, name=name)
             for rate in rates:
                 for step, move in moves.items():
-                    for form, found in _arrived(weight, master, rate * move):
+                    for form, found in _arrived(weight, masters, rate * move):
                         key = (rate, step, start, form)
                         sums[key] = sums.get(key, torch.zeros(5, dtype=torch.float64)) + found
     return [
@@ -122,13 +125,18 @@ def adam_moves(
     return found
 
 
-def _arrived(weight: Tensor, master: Tensor, move: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _arrived(
+    weight: Tensor, masters: dict[torch.dtype, Tensor], move: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     """Yields each format with five sums: along the move, of its square, of changed elements, of
-    all, and of the change's square."""
-    served = (master + move).to(torch.bfloat16)
-    # The move that float32 masters have made, which is not quite the one that was asked.
-    exact = (master + move).double() - master.double()
-    yield "bf16", _sums(served.double() - weight.double(), exact)
+    all, and of the change's square. ``masters`` begin differently for each published dtype."""
+    for name, dtype in DTYPES.items():
+        moved = masters[dtype] + move
+        # The move that float32 masters have made, which is not quite the one that was asked.
+        exact = moved.double() - masters[dtype].double()
+        yield name, _sums(moved.to(dtype).double() - weight.to(dtype).double(), exact)
+    master = masters[torch.bfloat16]
+    served, exact = (master + move).to(torch.bfloat16), (master + move).double() - master.double()
     for name in QUANTIZED:
         form, scaled = open_format(name), name == "fp8-block"
         before = quantize_sticky(form, weight, None, power_of_two=scaled)

@@ -49,6 +49,7 @@ _QUANTIZED = "deltawire.export.quantized:QuantizedWeights"
 
 EXPORTERS = {
     "bf16": Exporter("deltawire.export.cast:bf16", exact=True),
+    "f16": Exporter("deltawire.export.cast:f16", exact=True),
     "f32": Exporter("deltawire.export.cast:f32", exact=True),
     "merged": Exporter("deltawire.export.merged:merged"),
     "fp8-block": Exporter(_QUANTIZED, scheme=Scheme("fp8-block", "deepseek", power_of_two=True)),

@@ -335,7 +335,7 @@ def _adapter_fault(config: RunConfig) -> tuple[str, str] | None:
             "retain.versions would delete version 0, the base of train.exporter merged",
             'set retain.versions = 0, or train.exporter = "bf16"',
         )
-    if found := _publications_fault(config):
+    if found := _publications_fault(config) or _float16_fault(config):
         return found
     if samples_quantized(config) and (found := _quantized_fault(config)):
         key = "rollout.weights" if config.rollout.weights else "train.exporter"
@@ -369,6 +369,20 @@ def _quantized_fault(config: RunConfig) -> tuple[str, str] | None:
             'set loss.ratio_base = "rollout", or add a [[train.loss.corrections]]',
         )
     return None
+
+
+def _float16_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Finds a precision that would change the bits of float16 weights: the reason and what to do.
+    The finer steps of float16 are lost in bf16, and so is its parity."""
+    if config.train.exporter != "f16" or "bfloat16" not in (
+        config.train.compute,
+        config.rollout.precision,
+    ):
+        return None
+    return (
+        "train.exporter f16: bfloat16 cannot hold float16 weights",
+        'set train.compute and rollout.precision to "float32"',
+    )
 
 
 def _publications_fault(config: RunConfig) -> tuple[str, str] | None:

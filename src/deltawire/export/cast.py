@@ -1,4 +1,4 @@
-"""Publishes parameters cast to one dtype, and saved buffers as they are: ``bf16`` and ``f32``.
+"""Publishes parameters cast to one dtype, bf16, float16 or float32, and saved buffers as they are.
 
 Buffers keep their dtype because they have no master copy: families keep the biases that balance
 their routers in float32. Packed weights stay the bytes that they are.
@@ -29,6 +29,12 @@ def bf16(model: Any) -> CastWeights:
     return CastWeights(model, "BF16")
 
 
+def f16(model: Any) -> CastWeights:
+    """Publishes parameters as float16, whose steps are eight times finer than those of bf16. Its
+    largest value is 65,504."""
+    return CastWeights(model, "F16")
+
+
 def f32(model: Any) -> CastWeights:
     """Publishes parameters as float32."""
     return CastWeights(model, "F32")
@@ -39,7 +45,8 @@ class CastWeights:
     safetensors names it; tied parameters are published once, and those of ``without`` are not.
 
     Raises `InputError` if the model saves anything that is neither a parameter nor a buffer, or a
-    buffer with a dtype that the format lacks: readers would never get it.
+    buffer with a dtype that the format lacks: readers would never get it. Publishing raises
+    `InputError` with the name of a parameter that exceeds float16.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: str, *, without: Container[str] = ()) -> None:
@@ -54,13 +61,13 @@ class CastWeights:
     def tensors(self) -> dict[str, Tensor]:
         """See `WeightSource.tensors`."""
         held = module_tensors(self._model)
-        return {spec.name: cast(held[spec.name], spec.dtype) for spec in self._specs}
+        return {spec.name: _published(held[spec.name], spec) for spec in self._specs}
 
     def trained(self) -> dict[str, Tensor]:
         """See `WeightSource.trained`: all but frozen parameters."""
         held = module_tensors(self._model)
         return {
-            spec.name: cast(held[spec.name], spec.dtype)
+            spec.name: _published(held[spec.name], spec)
             for spec in self._specs
             if _may_change(held[spec.name])
         }
@@ -75,7 +82,7 @@ class CastWeights:
             dtype = TORCH_DTYPES[spec.dtype]
             shard = shard_of(spec.name, held[spec.name], rank=rank, dtype=dtype)
             if shard is not None:
-                found[spec.name] = LocalShard(cast(shard.bits, spec.dtype).reshape(-1), shard.start)
+                found[spec.name] = LocalShard(_published(shard.bits, spec).reshape(-1), shard.start)
         return found
 
     def wanted(self) -> dict[str, tuple[int, int] | None]:
@@ -139,6 +146,21 @@ def cast(tensor: Tensor, dtype: str) -> Tensor:
     """Rounds this rank's part of a tensor to ``dtype``: a contiguous CPU tensor, not copied if it
     is one already."""
     return local_part(tensor).to("cpu", TORCH_DTYPES[dtype]).contiguous()
+
+
+def _published(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """Casts a tensor; raises `InputError` if a value of float16 is not finite.
+
+    The trainer rounds its weights after a step, so the values may be infinite before the cast.
+    Readers that serve float32 could not tell one NaN from another.
+    """
+    values = cast(tensor, spec.dtype)
+    if spec.dtype == "F16" and not bool(values.isfinite().all()):
+        raise InputError(
+            f"{spec.name} has values that float16 cannot hold: the largest is 65,504",
+            hint='set train.exporter = "bf16"',
+        )
+    return values
 
 
 def _specs(model: torch.nn.Module, dtype: str) -> list[TensorSpec]:

@@ -140,6 +140,11 @@ def decode_bits(bits: Bits, dtypes: tuple[str, ...]) -> Bits | None:
     value gives them."""
     if len(dtypes) == 1:
         return bits
+    if dtypes[0] == "F16":
+        with np.errstate(over="ignore"):
+            halves = bits.view(np.float32).astype(np.float16)
+        same = np.array_equal(halves.astype(np.float32).view(np.uint32), bits)
+        return halves.view(np.uint16) if same else None
     if (bits & _LOWER).any():
         return None
     return (bits >> _HALF).astype(np.uint16)

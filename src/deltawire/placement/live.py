@@ -20,7 +20,7 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.placement.affine import AffineMap
 from deltawire.placement.layout import WIRE_DTYPES, describe_live
 from deltawire.placement.placed import PlacedWeights, Prepared
-from deltawire.placement.placement import Placement, Region
+from deltawire.placement.placement import WIDENINGS, Placement, Region
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
@@ -46,7 +46,7 @@ def identity(tensors: Sequence[TensorSpec], weights: Mapping[str, torch.Tensor])
         spec, dtype = specs[name], WIRE_DTYPES.get(weight.dtype, str(weight.dtype))
         if tuple(weight.shape) != spec.shape or not weight.is_contiguous():
             raise InputError(f"tensor {name} is {tuple(weight.shape)}, the run's is {spec.shape}")
-        if dtype != spec.dtype and (spec.dtype, dtype) != ("BF16", "F32"):
+        if dtype != spec.dtype and (spec.dtype, dtype) not in WIDENINGS:
             raise InputError(
                 f"tensor {name} is published as {spec.dtype} and cannot be served as {weight.dtype}"
             )

@@ -51,7 +51,7 @@ class LiveDigest:
         """Adds the elements of an exact region of ``flat``, its storage's integers."""
         odd = self._odd[len(self._names) : len(self._names) + 1]
         self._names.append(name)
-        if self._kernels is not None:
+        if self._kernels is not None and (region.widened or len(region.dtypes) == 1):
             done = [
                 self._kernels.digest(
                     flat,
@@ -76,6 +76,11 @@ class LiveDigest:
         if region.widened:
             odd |= (bits & 0xFFFF).any().to(torch.int32)
             bits = bits >> 16
+        elif region.dtypes == ("F16", "F32"):
+            halves = bits.to(torch.int32).view(torch.float32).to(torch.float16)
+            again = halves.to(torch.float32).view(torch.int32)
+            odd |= (again != bits.to(torch.int32)).any().to(torch.int32)
+            bits = halves.view(torch.int16).to(torch.int64)
         width = 8 * codec.ITEMSIZE[region.dtypes[0]]
         positions = torch.full((1,), part.source, dtype=torch.int64, device=flat.device)
         for size, stride in zip(part.shape, part.source_strides, strict=True):

@@ -53,6 +53,10 @@ MAX_ATTEMPTS = 64
 """How often the loader is run again without the tensors that it failed on."""
 
 
+WIDENINGS = {("BF16", "F32"), ("F16", "F32")}
+"""Conversions whose result holds all of the published bits."""
+
+
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """An affine map from checkpoint tensor number ``tensor`` to storage number ``storage``.
 
@@ -70,7 +74,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     @property
     def exact(self) -> bool:
         """Returns whether the published bits can be read back from the live ones."""
-        return self.scale == 1.0 and (len(self.dtypes) == 1 or self.widened)
+        return self.scale == 1.0 and (len(self.dtypes) == 1 or self.dtypes in WIDENINGS)
 
     @property
     def widened(self) -> bool:

@@ -132,7 +132,7 @@ def run_memory(model: Model, config: RunConfig) -> RunMemory | None:
     """
     train, rollout = config.train, config.rollout
     outside = train.ranks > 1 or train.compute != "float32" or bool(train.adapters)
-    if outside or train.exporter != "bf16" or rollout.engine != "transformers":
+    if outside or train.exporter not in ("bf16", "f16") or rollout.engine != "transformers":
         return None
     if config.device == "cuda" or train.adapter.packed != "none" or config.midtrain is not None:
         return None

@@ -219,6 +219,7 @@ def test_workers_are_attested_by_the_line_that_they_serve(trained):
         ({"also_publish": ["fp8-block", "fp8-block"]}, "names fp8-block twice"),
         ({"also_publish": ["bf16"]}, "names bf16 twice"),
         ({"also_publish": ["f32"]}, "f32 does not quantize"),
+        ({"exporter": "f16", "compute": "bfloat16"}, "bfloat16 cannot hold float16 weights"),
         ({"also_publish": ["int4-g32"], "exporter": "fp8-block"}, "train.exporter is fp8-block"),
         (
             {"also_publish": ["mxfp4"], "adapter": {"kind": "lora", "targets": ["q_proj"]}},

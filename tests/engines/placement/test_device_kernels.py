@@ -186,23 +186,33 @@ def maps(draw):
 
 
 @backends
-@given(maps(), st.sampled_from([1, 2, 4, 8]), st.booleans(), st.integers(0, 1 << 30))
+@given(
+    maps(),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from(["", "BF16", "F16"]),
+    st.integers(0, 1 << 30),
+)
 @settings(deadline=None, max_examples=40)
 def test_a_digest_on_the_device_is_the_reference(backend, found, width, widened, seed):
     if found.count > 20_000:
         return
-    widened = widened and width == 4
+    widened = widened if width == 4 else ""
     rng = np.random.default_rng(seed)
     size = found.target_extent + found.target
     (bits,), (flat,) = storages(rng, width, [size])
     if widened:
         bits &= np.uint32(0xFFFF0000)
+        if widened == "F16":
+            halves = rng.integers(0, 0x7C00, bits.size, np.uint16)
+            bits[:] = halves.view(np.float16).astype(np.float32).view(np.uint32)
         flat.copy_(torch.from_numpy(bits.view(np.int32)))
-    dtypes = ("BF16", "F32") if widened else (DTYPES[width],)
+    dtypes = (widened, "F32") if widened else (DTYPES[width],)
     view = np.lib.stride_tricks.as_strided(
         bits[found.target :], found.shape, tuple(s * width for s in found.target_strides)
     ).reshape(-1)
-    published = (view >> np.uint32(16)).astype(np.uint16) if widened else view
+    published = (view >> np.uint32(16)).astype(np.uint16) if widened == "BF16" else view
+    if widened == "F16":
+        published = view.view(np.float32).astype(np.float16).view(np.uint16)
     expected = codec.ZERO
     for position, bit in zip(positions_of(found).tolist(), published, strict=True):
         expected += digest_bits_reference("t", np.array([bit]), position)

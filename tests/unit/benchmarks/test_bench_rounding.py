@@ -22,7 +22,7 @@ def test_dithered_masters_serve_what_published_ones_keep(model, capsys):
     command = ["bench", "rounding", "--model", str(model), "--rates", "1e-6", "--steps", "1", "5"]
     assert main([*command, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert len(rows) == 2 * 2 * 4
+    assert len(rows) == 2 * 2 * 5
     found = {(row["step"], row["masters"], row["format"]): row for row in rows}
     assert found[1, "published", "bf16"]["served"] < 0.2
     assert 0.7 < found[1, "dithered", "bf16"]["served"] < 1.3
@@ -30,6 +30,10 @@ def test_dithered_masters_serve_what_published_ones_keep(model, capsys):
     assert found[1, "dithered", "bf16"]["moved"] == pytest.approx(1e-6, rel=0.02)
     assert 0 < found[1, "dithered", "bf16"]["cosine"] < found[5, "dithered", "bf16"]["cosine"] < 1
     assert found[5, "dithered", "int4-g32"]["changed"] < found[5, "dithered", "bf16"]["changed"]
+    finer = found[1, "dithered", "f16"]
+    assert 0.9 < finer["served"] < 1.1
+    assert finer["cosine"] > 2 * found[1, "dithered", "bf16"]["cosine"], "steps are 8 times finer"
+    assert finer["changed"] > found[1, "dithered", "bf16"]["changed"]
     assert main(command) == 0
     assert "dithered" in capsys.readouterr().out
 

@@ -105,7 +105,7 @@ def test_the_configuration_states_the_published_dtype(tmp_path, tiny):
     assert written["dtype"] == "bfloat16"
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps({**written, "torch_dtype": "float32", "dtype": "float32"}))
-    for exporter, dtype in (("bf16", "bfloat16"), ("f32", "float32")):
+    for exporter, dtype in (("bf16", "bfloat16"), ("f16", "float16"), ("f32", "float32")):
         train = msgspec.structs.replace(CONFIG.train, exporter=exporter)
         bucket = open_bucket(str(tmp_path / exporter), create=True)
         run = start_run(bucket, msgspec.structs.replace(CONFIG, train=train), tmp_path / "model")

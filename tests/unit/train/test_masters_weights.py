@@ -127,6 +127,43 @@ def test_masters_may_be_published_whole(tiny):
     assert equal(masters.source.tensors(), origin)
 
 
+def test_masters_may_be_published_in_float16(tiny):
+    """Masters begin where float16 rounds to the published bits, and follow an update at once."""
+    with torch.no_grad():
+        for parameter in tiny.parameters():
+            parameter.copy_(parameter.half())
+    origin = bits(tiny)
+    masters = MasterWeights(tiny, msgspec.structs.replace(CONFIG, exporter="f16"))
+    masters.dither()
+    masters.remember(since=0)
+    published = masters.source.tensors()
+    for name, values in origin.items():
+        assert published[name].dtype == torch.float16
+        assert torch.equal(published[name], values.half())
+        assert torch.equal(bits(tiny)[name], values), "computed with what is sent"
+    kept = masters.state()
+    assert any(not torch.equal(kept[f"master/{name}"], origin[name]) for name in origin)
+    gradients(tiny, 0)
+    masters.step()
+    assert masters.served_share().share == pytest.approx(1, abs=0.1)
+
+
+def test_values_that_float16_cannot_hold_are_refused_by_name(tiny):
+    masters = MasterWeights(tiny, msgspec.structs.replace(CONFIG, exporter="f16"))
+    with torch.no_grad():
+        masters.state()["master/model.norm.weight"][3] = 65_519.0
+        masters._round()
+    masters.source.tensors()
+    with torch.no_grad():
+        masters.state()["master/model.norm.weight"][3] = 65_520.0
+        masters._round()
+    for published in (masters.source.tensors, masters.source.trained):
+        with pytest.raises(InputError, match=r"model\.norm\.weight has values that float16 cannot"):
+            published()
+    with pytest.raises(InputError, match=r"model\.norm\.weight has values that float16 cannot"):
+        masters.source.shards(0)
+
+
 def saved(masters):
     return {name: tensor.clone() for name, tensor in masters.state().items()}
 
