@@ -24,6 +24,18 @@ KEYS: Final[dict[str, Key]] = {
     "compare_trees_kept": Key(
         "null_changes", "<=", 0.1, "share of trees of 100 null changes in which one is kept"
     ),
+    "diff_kl_error": Key(
+        "version_tools",
+        "<=",
+        1e-4,
+        "largest error of diff's KL to float64, of the largest",
+    ),
+    "served_wrong": Key(
+        "version_tools",
+        "<=",
+        0,
+        "share of 20 moves of bisect --serve with another version's figures",
+    ),
     "why_planted_found": Key(
         "planted_groups", ">=", 1, "share of 20 runs whose planted group has the largest effect"
     ),
