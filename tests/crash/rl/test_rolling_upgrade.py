@@ -1,27 +1,28 @@
 """A running run is moved to the next release and back, one process after another.
 
-Two builds take part: the one that is tested, and a copy of it with the number and a feature of the
-next release (`two_builds`). Nothing is lost or done twice, and every follower goes on.
+Two builds take part: a copy of the one that is tested, so that edits during the drill do not reach
+it, and one with the number and a feature of the next release (`two_builds`). Nothing is lost or
+done twice, and every follower goes on.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_config
-from two_builds import NEXT, command_of, make_next_build
+from two_builds import NEXT, Forked, ForkServer, command_of, make_build
 
-from deltawire import codec
-from deltawire.builds import build_name
+from deltawire import __version__, codec
 from deltawire.dashboard.status import Watch, builds_in
 from deltawire.launch.live_secret import SecretPlace, create_secret
 from deltawire.rl.evaluate.audit import audit_fates
@@ -31,23 +32,28 @@ from deltawire.runtime.heartbeat import read_heartbeat
 from deltawire.store import open_bucket
 from deltawire.sync import find_run, load_mirror, newest_version, read_manifest, read_run
 
-pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(7200)]
 
 PATIENCE_S = 600.0
 NUMBERS = re.compile(r" on http://127\.0\.0\.1:(\d+)")
+TOKENS = {
+    "DELTAWIRE_TOKEN": "t", "DELTAWIRE_ADMIN_TOKEN": "a", "DELTAWIRE_REPLICA_KEY": "k",
+    "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+THIS = __version__
 CONFIG = tiny_config.endless("upgraded", checkpoint_every=4, anchor_every=5, evaluate_every=3)
 
 
 class Fleet:
     """The processes of one run, each of the build that it was last started with."""
 
-    def __init__(self, folder: Path, builds: dict[str, Path | None]) -> None:
+    def __init__(self, folder: Path, builds: dict[str, Path], servers: dict[str, Any]) -> None:
         self.folder = folder
         self.builds = builds
+        self.servers = servers
         self.bucket = open_bucket(str(folder / "bucket"), create=True)
         self.copy = open_bucket(str(folder / "copy"), create=True)
-        self.started: dict[str, subprocess.Popen[bytes]] = {}
-        self.count = 0
+        self.started: dict[str, Forked] = {}
         (folder / "run.toml").write_text(CONFIG)
 
     def arguments(self, name: str) -> list[str]:
@@ -71,18 +77,11 @@ class Fleet:
         return ["worker", url, "--id", name]
 
     def start(self, name: str, build: str) -> None:
-        self.count += 1
         log = self.folder / f"{name}.log"
-        with log.open("ab") as output:
-            output.truncate(0)
-            self.started[name] = subprocess.Popen(
-                [*command_of(self.builds[build]), *self.arguments(name)],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=self.folder,
-                env={
-                    **os.environ, "DELTAWIRE_TOKEN": "t", "DELTAWIRE_ADMIN_TOKEN": "a",
-                    "DELTAWIRE_REPLICA_KEY": "k", "OMP_NUM_THREADS": "1",
-                },
-            )  # fmt: skip
+        log.write_bytes(b"")
+        self.started[name] = self.servers[build].start(
+            self.arguments(name), log=log, cwd=self.folder, env=TOKENS, within_s=PATIENCE_S
+        )
 
     def stop(self, name: str) -> None:
         process = self.started.pop(name)
@@ -153,20 +152,29 @@ class Fleet:
     def close(self) -> None:
         for process in self.started.values():
             process.kill()
-            process.wait()
+            process.wait(PATIENCE_S)
 
 
 ORDER = ["w0", "w1", "evaluator", "relay", "pull", "replica", "gateway", "trainer"]
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory) -> dict[str, Path | None]:
-    return {"this": None, "next": make_next_build(tmp_path_factory.mktemp("next"))}
+def builds(tmp_path_factory) -> dict[str, Path]:
+    return {
+        name: make_build(tmp_path_factory.mktemp(name), edited=name == "next")
+        for name in ("this", "next")
+    }
+
+
+@pytest.fixture(scope="module")
+def servers(builds) -> Iterator[dict[str, ForkServer]]:
+    with ForkServer(builds["this"]) as this, ForkServer(builds["next"]) as following:
+        yield {"this": this, "next": following}
 
 
 @pytest.fixture
-def fleet(tmp_path, builds):
-    found = Fleet(tmp_path, builds)
+def fleet(tmp_path, builds, servers):
+    found = Fleet(tmp_path, builds, servers)
     yield found
     found.close()
 
@@ -208,7 +216,7 @@ def move(fleet: Fleet, build: str, name_of: dict[str, str]) -> None:
 @pytest.mark.parametrize(("first", "second"), [("this", "next"), ("next", "this")])
 def test_a_run_is_upgraded_and_moved_back(fleet, first, second):
     """With ``next`` first, the run itself was created by the next release."""
-    name_of = {"this": build_name(), "next": NEXT}
+    name_of = {"this": THIS, "next": NEXT}
     begin(fleet, first)
     move(fleet, second, name_of)
     move(fleet, first, name_of)
@@ -239,7 +247,12 @@ def test_a_run_is_upgraded_and_moved_back(fleet, first, second):
     for bucket in (fleet.bucket, fleet.copy):
         held = load_mirror(bucket, find_run(bucket), at=newest)
         assert codec.digest_model(held.tensors).hex() == digest
-    verified = [*command_of(None), "pull", fleet.bucket.url, str(fleet.folder / "pulled")]
+    verified = [
+        *command_of(fleet.builds["this"]),
+        "pull",
+        fleet.bucket.url,
+        str(fleet.folder / "pulled"),
+    ]
     subprocess.run([*verified, "--verify"], check=True, timeout=PATIENCE_S)
 
 
@@ -250,15 +263,15 @@ def test_a_worker_that_lacks_a_feature_says_so(fleet):
     fleet.start("trainer", "next")
     fleet.until(lambda: fleet.version() >= 0, "version 0")
     for role, *options in (("worker", "--id", "old"), ("trainer",)):
-        words = [*command_of(None), role, fleet.bucket.url, *options]
+        words = [*command_of(fleet.builds["this"]), role, fleet.bucket.url, *options]
         ended = subprocess.run(
             words, check=False, capture_output=True, text=True, timeout=PATIENCE_S
         )
         assert ended.returncode == 2, ended.stderr
-        said = f"this run needs deltawire 0.2 for rollout.tempo; this {role} is {build_name()}"
+        said = f"this run needs deltawire 0.2 for rollout.tempo; this {role} is {THIS}"
         assert said in ended.stderr
     fleet.start("w0", "next")
     fleet.start("evaluator", "this")
     fleet.versions_more(2)
     shown = builds_in(Watch(fleet.bucket).poll().processes)
-    assert shown == {build_name(): ["evaluator"], NEXT: ["trainer", "w0"]}
+    assert shown == {THIS: ["evaluator"], NEXT: ["trainer", "w0"]}
