@@ -85,7 +85,7 @@ def measure(options: Options) -> Measured:
         ended = read_ended(folder)
         rows[str(seed)] = None if ended is None else row_of(read_report(folder), ended, planted)
     details: dict[str, Any] = {"seeds": rows}
-    if missing := [seed for seed, row in rows.items() if row is None]:
-        details["missing"] = f"seeds {missing} are not measured: call it again with the same --out"
+    if left := [seed for seed, row in rows.items() if row is None]:
+        details["missing"] = f"seeds {left} are not measured: call it again with the same --out"
         return Measured({"releases_right": None}, details)
     return Measured({"releases_right": sum(row["right"] for row in rows.values())}, details)

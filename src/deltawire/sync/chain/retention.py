@@ -303,7 +303,7 @@ class _Retention:
         `UnreadableError` for a commit that cannot be read.
         """
         listed = {key for _ in range(2) for key in self.bucket.list(keys.CHECKPOINTS)}
-        found = []
+        found: list[int] = []
         for key in sorted(listed):
             number = keys.trailing_number(key.removeprefix(keys.CHECKPOINTS).partition("/")[0])
             found += keys.interval_of(key) or ()
