@@ -11,7 +11,6 @@ docs/WATCHING.md.
 
 from __future__ import annotations
 
-import hmac
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +27,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from deltawire.bearer import bears
 from deltawire.dashboard.figure import Figure
 from deltawire.dashboard.figures import FIGURES
 from deltawire.dashboard.status import RunStatus, Watch
@@ -295,8 +295,7 @@ def application(collector: RunCollector, *, token: str) -> Application:
     def answer(environ: dict[str, Any], start: Start) -> Iterable[bytes]:
         if environ.get("REQUEST_METHOD") != "GET":
             return _refuse(start, "405 Method Not Allowed")
-        given = str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1", "replace")
-        if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        if token and not bears(str(environ.get("HTTP_AUTHORIZATION", "")), token):
             return _refuse(start, "401 Unauthorized", ("WWW-Authenticate", "Bearer"))
         if environ.get("PATH_INFO") != "/metrics":
             return _refuse(start, "404 Not Found")

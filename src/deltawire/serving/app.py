@@ -24,7 +24,6 @@ each piece of the answer; replicas have `CallLimits`.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -35,6 +34,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from deltawire.bearer import bears
 from deltawire.errors import BugError, DeltawireError, InputError, RetryError
 from deltawire.serving.bodies import (
     BODIES,
@@ -70,7 +70,7 @@ REPLICAS = web.AppKey("replicas", ReplicaSet)
 SESSION = web.AppKey("session", aiohttp.ClientSession)
 KEY = web.AppKey("key", str)
 MODEL = web.AppKey("model", str)
-ADMIN = web.AppKey("admin", bytes)
+ADMIN = web.AppKey("admin", str)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def build_app(
     app = web.Application(middlewares=[give_back_bodies, answer_errors, _bearer(token)])
     app[BODIES] = BodyBudget(BODIES_BYTES)
     app[REPLICAS], app[SESSION], app[LIMITS] = replicas, session, limits or CallLimits()
-    app[ADMIN] = f"Bearer {admin_token}".encode()
+    app[ADMIN] = admin_token
     app[KEY], app[MODEL], app[ANSWER] = upstream_key, upstream_model, _proxy
     app.router.add_post("/hot_load/v1/models/hot_load", _hot_load)
     app.router.add_get("/hot_load/v1/models/hot_load", _state)
@@ -214,12 +214,9 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _bearer(token: str) -> Any:
-    sampling = f"Bearer {token}".encode()
-
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        is_client = hmac.compare_digest(given, sampling)
+        is_client = bears(request.headers.get("Authorization", ""), token)
         # That of the route, and so also of a path that is spelled in another way.
         access: Access = getattr(request.match_info.handler, "access", "sampling")
         if access in ("sampling", "admin"):
@@ -374,8 +371,7 @@ def call_replica(request: web.Request, member: TrackedReplica, body: bytes) -> A
 def is_admin(request: web.Request) -> bool:
     """Returns whether a request has the admin token. Only then may its answer say which version it
     is from: users who can read that can vote on it."""
-    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-    return hmac.compare_digest(given, request.app[ADMIN])
+    return bears(request.headers.get("Authorization", ""), request.app[ADMIN])
 
 
 def headers_for(

@@ -18,7 +18,6 @@ the client's: a policy is trained on its own distribution. Requests are built by
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import json
 import math
@@ -29,6 +28,7 @@ from typing import Any
 
 from aiohttp import web
 
+from deltawire.bearer import bears
 from deltawire.chat.messages import Message
 from deltawire.chat.openai.adaptive import AdaptiveSampling, Ballot
 from deltawire.chat.openai.answers import AnswerChoice, AnswerForm, AnswerStream
@@ -102,7 +102,7 @@ class Endpoint:
         self._policy = policy
         context = min(policy.settings.context, sampler.capacity)
         self._settings = replace(policy.settings, context=context)
-        self._token = f"Bearer {token}".encode()
+        self._token = token
         self._recording = recording
         self._remembered = Recording(text, remembered=MAX_REMEMBERED)
         self._drawing = 0
@@ -120,8 +120,7 @@ class Endpoint:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._token):
+        if not bears(request.headers.get("Authorization", ""), self._token):
             return _error(401, "the bearer token is missing or wrong", "invalid_api_key")
         try:
             return await handler(request)

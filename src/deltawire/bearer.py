@@ -1,0 +1,20 @@
+"""Checks bearer tokens (RFC 6750) of the servers."""
+
+from __future__ import annotations
+
+import hmac
+
+
+def bears(header: str, token: str) -> bool:
+    """Returns whether the value of an ``Authorization`` header gives this token.
+
+    The scheme may be written in any case (RFC 9110, section 11.1). An empty token is nobody's. The
+    time does not show where a wrong token differs.
+
+    Example::
+
+        bears(request.headers.get("Authorization", ""), token)
+    """
+    scheme, _, given = header.partition(" ")
+    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
+    return same and bool(token) and scheme.lower() == "bearer"
