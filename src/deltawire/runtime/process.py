@@ -32,8 +32,11 @@ RUN_PATIENCE_S = 300.0
 """Seconds that a reader waits for a run, and for its version 0, to appear."""
 
 
-class StopAskedError(Exception):
-    """The process was asked to stop during work of which nothing is kept."""
+class StopAskedError(BaseException):
+    """The process was asked to stop during work of which nothing is kept.
+
+    No `Exception`: the work may be in a library that catches every error.
+    """
 
 
 class Process:
@@ -132,10 +135,10 @@ class Process:
         """Raises `StopAskedError` in the body, in the main thread, once a signal asks to stop: for
         work that may take a minute and of which nothing is kept, such as loading a model.
         """
-        if self.stopping:
-            raise StopAskedError
         try:
-            self._interruptible = True
+            self._interruptible = True  # First: a signal after the test would be lost otherwise.
+            if self.stopping:
+                raise StopAskedError
             yield
         finally:
             self._interruptible = False

@@ -11,6 +11,7 @@ import pytest
 from deltawire.config import parse_config
 from deltawire.errors import InputError
 from deltawire.events import Life
+from deltawire.export import models
 from deltawire.rl.evaluate import evaluator
 from deltawire.rl.reference import process as reference
 from deltawire.rl.rollout import worker
@@ -66,28 +67,60 @@ def go_on():
     raise AssertionError("it goes on")
 
 
-def interrupted_twice():
+def interrupted_twice(cleaned_up):
     """The second signal must not end the cleaning up."""
-    cleaned_up = False
     try:
         os.kill(os.getpid(), signal.SIGTERM)
         go_on()
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
-        cleaned_up = True
-        assert cleaned_up
+        time.sleep(0.01)
+        cleaned_up.append(True)
 
 
 def test_interruptible_work_ends_where_the_signal_arrives():
     process = new_process(supervised=False)
+    cleaned_up = []
     with process.handling_signals():
         with process.interruptible():
             pass
         with pytest.raises(StopAskedError), process.interruptible():
-            interrupted_twice()
+            interrupted_twice(cleaned_up)
+        assert cleaned_up
         os.kill(os.getpid(), signal.SIGTERM)  # Other work is not interrupted.
         with pytest.raises(StopAskedError), process.interruptible():
             raise AssertionError("it was asked to stop before")
+
+
+def test_a_signal_right_after_the_test_for_one_is_not_lost(monkeypatch):
+    process = new_process(supervised=False)
+
+    def asked_after(_):
+        stopping = process._stop.is_set()
+        if not stopping:
+            process._on_signal(signal.SIGTERM, None)
+        return stopping
+
+    monkeypatch.setattr(Process, "stopping", property(asked_after))
+    with process.handling_signals(), pytest.raises(StopAskedError), process.interruptible():
+        raise AssertionError("it was asked to stop before")
+
+
+@pytest.mark.parametrize("library", ["AutoModelForCausalLM", "AutoTokenizer"])
+def test_a_signal_ends_the_loading_of_a_model(library, monkeypatch, tmp_path):
+    """The library raises any error, which the loading states as one of the directory."""
+
+    def slow(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        go_on()
+
+    loading = {"AutoModelForCausalLM": models.load_model, "AutoTokenizer": models.load_tokenizer}
+    monkeypatch.setattr(getattr(models, library), "from_pretrained", slow)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "model.safetensors").touch()
+    process = new_process(supervised=False)
+    with process.handling_signals(), pytest.raises(StopAskedError), process.interruptible():
+        loading[library](tmp_path)
 
 
 NEW = parse_config({"name": "new", "model": {"build": {"family": "qwen3"}}}, source="test")
