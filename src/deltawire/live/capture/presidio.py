@@ -7,6 +7,7 @@ Example::
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from deltawire.errors import InputError
 
 LANGUAGE = "en"
+_BUILDING = threading.Lock()
+"""`cache` alone would let each thread that comes before the first has ended build an engine."""
 
 
 @cache
@@ -30,7 +33,8 @@ def _analyzer() -> Any:
 
 def redact(texts: list[str]) -> list[str]:
     """Returns the texts with each entity that Presidio finds replaced by ``<KIND>``."""
-    analyzer = _analyzer()
+    with _BUILDING:
+        analyzer = _analyzer()
     return [replace_spans(text, analyzer.analyze(text=text, language=LANGUAGE)) for text in texts]
 
 

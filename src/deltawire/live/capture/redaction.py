@@ -34,8 +34,13 @@ class Redacted(NamedTuple):
     changed: bool
 
 
+class _CallError(Exception):
+    """The function failed; the message is the type of its error."""
+
+
 class Redaction:
-    """Calls a redaction function in threads, at most `AT_ONCE`, so that it delays no other answer.
+    """Calls a redaction function in threads, so that it delays no other answer, and waits for at
+    most `AT_ONCE` calls at a time.
 
     If it raises, returns something else than as many texts, or takes longer than
     `REDACT_WITHIN_S`, its wait for others included: with ``on_failure`` ``closed`` nothing is
@@ -66,7 +71,8 @@ class Redaction:
                 raise TypeError("it must return as many texts as it was given")
         except Exception as error:  # Its message may hold the user's words: only the type is kept.
             self.failures += 1
-            _LOG.error("the redaction function failed: %s", type(error).__name__)
+            kind = str(error) if isinstance(error, _CallError) else type(error).__name__
+            _LOG.error("the redaction function failed: %s", kind)
             return Redacted(texts if self._open else None, changed=False)
         return Redacted(found, changed=found != texts)
 
@@ -84,7 +90,7 @@ class Redaction:
             if error is None:
                 done.set_result(found)
             else:
-                done.set_exception(RuntimeError(type(error).__name__))
+                done.set_exception(_CallError(type(error).__name__))
 
         def work() -> None:
             found, error = None, None
@@ -95,13 +101,14 @@ class Redaction:
             with contextlib.suppress(RuntimeError):  # The gateway ended meanwhile.
                 loop.call_soon_threadsafe(settle, found, error)
 
-        self._running += 1
         threading.Thread(target=work, name="redaction", daemon=True).start()
+        self._running += 1  # After the start, which may fail; `settle` waits for this loop.
         return await done
 
 
 def load_redact(place: str) -> Redact:
-    """Imports ``module:function``, which this machine's command line names; raises `InputError`.
+    """Imports ``module:function``, which this machine's command line names, and calls it once, so
+    that it loads what it needs before the first answer waits for it; raises `InputError`.
 
     Example::
 
@@ -110,4 +117,10 @@ def load_redact(place: str) -> Redact:
     found = load_own_code("--redact", place)
     if not callable(found):
         raise InputError(f"{place[:200]!r} is not a function")
+    try:
+        found([""])
+    except InputError:
+        raise
+    except Exception as error:  # Whether it fails for an answer shows then.
+        _LOG.warning("the redaction function failed at its start: %s", type(error).__name__)
     return found  # type: ignore[no-any-return]
