@@ -121,6 +121,6 @@ def load_redact(place: str) -> Redact:
         found([""])
     except InputError:
         raise
-    except Exception as error:  # Whether it fails for an answer shows then.
+    except Exception as error:  # It may still succeed for an answer.
         _LOG.warning("the redaction function failed at its start: %s", type(error).__name__)
     return found  # type: ignore[no-any-return]
