@@ -310,6 +310,7 @@ def prefix_cache_of_old_weights(broken: bool) -> Named:
             prompts,
             name="the endpoint",
             fresh=iter(rng.integers(0, VOCABULARY, SEQUENCES).tolist()),
+            vocabulary=VOCABULARY,
             error=0.01,
         )
         if report.verdict != "same":

@@ -18,11 +18,16 @@ def send(
     url: str, *, limit: int, token: str = "", body: bytes | None = None, hint: str = ""
 ) -> bytes:
     """Returns the answer to a GET request, to a POST request if there is a ``body``, at most
-    ``limit`` bytes. ``token`` is a bearer token, ``hint`` what to do if the server refuses.
+    ``limit`` bytes. ``token`` is a bearer token, ``hint`` what to do if the server does not know
+    the call.
 
-    Raises `InputError` if the server refuses or answers more, `RetryError` if it does not answer,
-    or refuses for the moment (`TEMPORARY`).
+    Raises `InputError` for another scheme, or if the server refuses or answers more; `RetryError`
+    if it does not answer, or refuses for the moment (`TEMPORARY`).
     """
+    if not url.lower().startswith(("http://", "https://")):
+        raise InputError(
+            f"{url} is no address of a server", hint="it begins with http:// or https://"
+        )
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if body is not None:
         headers["Content-Type"] = "application/json"
@@ -35,7 +40,9 @@ def send(
             raise RetryError(f"{url} refuses for the moment: it answers {error.code}") from error
         raise InputError(
             f"{url} answers {error.code}",
-            hint=hint or "is it the right address, and the right token?",
+            hint="is it the right token?"
+            if error.code in (401, 403)
+            else hint or "is it the right address, and the right token?",
         ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error

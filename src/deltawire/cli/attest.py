@@ -6,14 +6,21 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from deltawire.cli.arguments import add_json, add_trust, seconds, trust_of
 from deltawire.cli.exit_codes import DIFFERENT, UNDECIDED
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from deltawire.attest.verdicts import WeightReport
     from deltawire.launch.black_box.judging import BlackBoxReport
+    from deltawire.runtime.trusted import ReaderTrust
+
+ERROR = 0.01
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,18 +60,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--error",
         type=float,
-        default=0.01,
-        help="with --black-box: the probability of a wrong verdict of one look (%(default)s)",
+        help=f"with --black-box: the probability of a wrong verdict of one look ({ERROR})",
     )
     parser.add_argument(
         "--model",
-        default="",
         metavar="NAME",
         help="with --black-box: the served model, such as an adapter (default: the first one)",
     )
     parser.add_argument(
         "--prompts",
-        default="",
         metavar="FILE",
         help="with --black-box: one sequence a line, text or token ids (default: random tokens)",
     )
@@ -78,97 +82,102 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_json(parser)
 
 
+@dataclass(frozen=True)
+class Check:
+    """One report: its exit code, what is compared to tell whether it is news, and its printer."""
+
+    report: WeightReport | BlackBoxReport
+    code: int
+    stated: object
+    show: Callable[[Console], None]
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Compares and prints; 5 if a tensor differs, 11 if none does and some are not readable. With
     ``--black-box`` 5 stands for different, 11 for cannot tell. With ``--watch`` the code is that of
     the last report, and a look that fails after the first report prints its error."""
     from deltawire.errors import CorruptError, RetryError
 
-    last: tuple[Any, int] | None = None
+    last: Check | None = None
     check = checks_of(arguments)
     try:
         while True:
             try:
-                report, code = check()
+                latest = check()
             except (RetryError, CorruptError) as error:
                 if last is None:
                     raise
                 print(error, file=sys.stderr, flush=True)  # noqa: T201
             else:
-                if last is None or _stated(report) != _stated(last[0]):
-                    show(report, as_json=arguments.json)
-                last = report, code
+                if last is None or latest.stated != last.stated:
+                    show(latest, as_json=arguments.json)
+                last = latest
             if arguments.watch is None:
                 break
             time.sleep(arguments.watch)
     except KeyboardInterrupt:
         if last is None:
             raise
-    return last[1]
+    return last.code
 
 
-def checks_of(arguments: argparse.Namespace) -> Callable[[], tuple[Any, int]]:
-    """Returns what looks once, and gives the report and the exit code."""
+def checks_of(arguments: argparse.Namespace) -> Callable[[], Check]:
+    """Returns what looks once; raises `InputError` for options that do not go together."""
+    from deltawire.errors import InputError
     from deltawire.launch.tokens import read_token
 
-    trust, token = trust_of(arguments), read_token(arguments.token_file)
+    trust = trust_of(arguments)
     if arguments.black_box:
-        from deltawire.launch.black_box.checking import BlackBox, BlackBoxOptions
+        return _black_box(arguments, trust, read_token(arguments.token_file))
+    for option in ("error", "model", "prompts"):
+        if getattr(arguments, option) is not None:
+            raise InputError(f"--{option} needs --black-box", hint="give both, or neither")
 
-        box = BlackBox(
-            BlackBoxOptions(
-                url=arguments.found,
-                against=arguments.against,
-                also=arguments.also,
-                model=arguments.model,
-                prompts=arguments.prompts,
-                error=arguments.error,
-                token=token,
-            ),
-            trust,
-        )
-        codes = {"same": 0, "different": DIFFERENT, "cannot tell": UNDECIDED}
+    from deltawire.launch.attest import KeptReference, attest, print_report
 
-        def check_box() -> tuple[BlackBoxReport, int]:
-            report = box.check()
-            return report, codes[report.verdict]
+    token, reference = read_token(arguments.token_file), KeptReference(arguments.against, trust)
 
-        return check_box
-
-    from deltawire.launch.attest import KeptReference, attest
-
-    reference = KeptReference(arguments.against, trust)
-
-    def check() -> tuple[WeightReport, int]:
+    def check() -> Check:
         report = attest(arguments.found, reference, arguments.also, trust, token=token)
-        return report, DIFFERENT if report.differs else 0 if report.equal else UNDECIDED
+        code = DIFFERENT if report.differs else 0 if report.equal else UNDECIDED
+        return Check(report, code, report, partial(print_report, report))
 
     return check
 
 
-def _stated(report: Any) -> Any:
-    """Returns what makes a report another one: not the figures of a black box, which are new at
-    each look."""
-    if hasattr(report, "verdict"):
-        return report.reference, report.verdict, report.fits, report.cause
-    return report
+def _black_box(
+    arguments: argparse.Namespace, trust: ReaderTrust, token: str
+) -> Callable[[], Check]:
+    from deltawire.launch.black_box.checking import BlackBox, BlackBoxOptions, print_black_box
+
+    options = BlackBoxOptions(
+        url=arguments.found,
+        against=arguments.against,
+        also=arguments.also,
+        model=arguments.model or "",
+        prompts=arguments.prompts or "",
+        error=ERROR if arguments.error is None else arguments.error,
+        token=token,
+    )
+    box = BlackBox(options, trust)
+    codes = {"same": 0, "different": DIFFERENT, "cannot tell": UNDECIDED}
+
+    def check() -> Check:
+        report = box.check()
+        # The figures are new at each look, and no news.
+        stated = report.reference, report.verdict, report.fits, report.cause
+        return Check(report, codes[report.verdict], stated, partial(print_black_box, report))
+
+    return check
 
 
-def show(report: Any, *, as_json: bool) -> None:
+def show(check: Check, *, as_json: bool) -> None:
     """Prints a report."""
     from rich.console import Console
 
     from deltawire.display import safe_json
 
     if as_json:
-        print(safe_json(report), flush=True)  # noqa: T201
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    if hasattr(report, "verdict"):
-        from deltawire.launch.black_box.checking import print_black_box
-
-        print_black_box(report, console)
+        print(safe_json(check.report), flush=True)  # noqa: T201
     else:
-        from deltawire.launch.attest import print_report
-
-        print_report(report, console)
+        check.show(Console(highlight=False, soft_wrap=True))

@@ -15,6 +15,7 @@ from deltawire.display import safe_line
 from deltawire.errors import InputError
 from deltawire.launch.black_box.endpoint import HttpEndpoint
 from deltawire.launch.black_box.judging import (
+    DRAWN,
     BlackBoxReport,
     Floats,
     Score,
@@ -84,6 +85,7 @@ class BlackBox:
             self._sequences,
             name=options.url,
             fresh=_fresh(self._vocabulary),
+            vocabulary=self._vocabulary,
             error=options.error,
         )
 
@@ -108,7 +110,12 @@ class BlackBox:
             )
             if min(map(len, self._sequences)) < SHORTEST:
                 raise InputError(f"--prompts: each needs at least {SHORTEST} tokens")
-            fitting(self._sequences, tokens=32, model=source.model)
+            fitting(
+                self._sequences,
+                tokens=DRAWN,
+                model=source.model,
+                hint="give shorter sequences with --prompts",
+            )
         elif vocabulary != self._vocabulary:
             raise InputError(f"{text} has another vocabulary than {self._options.against}")
         return scored_version(text, source.model, rounded=first)

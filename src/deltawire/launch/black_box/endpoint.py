@@ -20,7 +20,19 @@ MAX_TOKENS = 1 << 16
 
 T = TypeVar("T")
 
-HINT = "the endpoint must serve /v1/completions with echo and logprobs, as vLLM and SGLang do"
+HINT = "the endpoint must serve /v1/completions with echo and logprobs"
+
+LEAST, MOST = -1e6, 1e-3
+"""The log-probabilities that a model can give, with room for rounding."""
+
+UNPROCESSED = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""The settings that leave a model's distribution as it is. A server's own defaults may not."""
 
 
 class _TokenLogprobs(msgspec.Struct):
@@ -69,7 +81,7 @@ class HttpEndpoint:
         return choice.token_ids, self._values(choice, len(choice.token_ids), first=True)
 
     def _complete(self, prompt: list[int], **options: Any) -> _Choice:
-        body = {"model": self.model, "prompt": prompt, "temperature": 1.0, "logprobs": 1}
+        body = {"model": self.model, "prompt": prompt, "logprobs": 1, **UNPROCESSED}
         answer = self._ask("/v1/completions", body | options, _Completion)
         return answer.choices[0]
 
@@ -79,9 +91,10 @@ class HttpEndpoint:
             raise InputError(
                 f"{self.url} gives {len(given)} log-probabilities for {count} tokens", hint=HINT
             )
-        values = np.array([np.nan if one is None else one for one in given], np.float64)
-        if not np.isfinite(values[0 if first else 1 :]).all():
-            raise CorruptError(f"{self.url} gives log-probabilities that are no numbers", hint=HINT)
+        values = np.array([np.nan if value is None else value for value in given], np.float64)
+        counted = values[0 if first else 1 :]
+        if not ((counted >= LEAST) & (counted <= MOST)).all():
+            raise CorruptError(f"{self.url} gives log-probabilities that are none", hint=HINT)
         return values
 
     def _ask(self, path: str, body: dict[str, Any] | None, kind: type[T]) -> T:

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from deltawire.errors import CorruptError
 from deltawire.live.release.sequential_tests import ArmDifference, log_threshold
 
 Floats = NDArray[np.float64]
@@ -66,7 +67,7 @@ class BlackBoxReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The verdict on an endpoint.
 
     ``fits`` names the given version that is nearest, if each other one was shown to be farther.
-    ``cause`` says why it is different, if that was found: ``version``, or ``prefix cache`` if the
+    ``cause`` says why it is different, if that is known: ``version``, or ``prefix cache`` if the
     weights are the same. ``gaps`` are mean gaps in nats by version, ``noise`` that of a bf16 pass
     of the reference. ``error`` bounds the probability of any false statement of one report.
     """
@@ -145,7 +146,7 @@ class EndpointTests:
         a bf16 pass of the first version."""
         self.sequences += 1
         self.tokens += len(given)
-        self._gaps += [float(np.abs(given - one).sum()) for one in exact]
+        self._gaps += [float(np.abs(given - logprobs).sum()) for logprobs in exact]
         self._noise += float(noise.sum())
         self._fit.add(fit_payoff(np.abs(given - exact[0]), noise))
         for (first, second), test in self._pairs.items():
@@ -164,7 +165,7 @@ class EndpointTests:
             if side:
                 nearer = second if side > 0 else first
                 beaten[nearer] = beaten.get(nearer, 0) + 1
-        best = [one for one, count in beaten.items() if count == len(self.names) - 1]
+        best = [number for number, count in beaten.items() if count == len(self.names) - 1]
         return best[0] if best else None
 
     @property
@@ -183,6 +184,11 @@ class EndpointTests:
     def stale_cache(self) -> bool:
         """Returns whether answers after cached prompts do not fit, though the weights do."""
         return self.weights == "same" and self._cache.decided(self._error) > 0
+
+    @property
+    def cache_undecided(self) -> bool:
+        """Returns whether the weights are the same, but nothing is certain of cached prompts."""
+        return self.weights == "same" and not self._cache.decided(self._error)
 
     @property
     def finished(self) -> bool:
@@ -223,13 +229,15 @@ def check_endpoint(
     *,
     name: str,
     fresh: Iterator[int],
+    vocabulary: int,
     error: float,
 ) -> BlackBoxReport:
     """Asks the endpoint about sequences until a decision is certain, and returns it.
 
     The first token of each teacher-forced sequence is replaced by one of ``fresh``, so that no
     prefix cache answers. Tokens are drawn after the sequence as it is, which earlier looks may have
-    left in the cache.
+    left in the cache. Raises `CorruptError` if these are not tokens of the ``vocabulary``, or more
+    than were asked for.
     """
     tests = EndpointTests([version.name for version in versions], error=error)
     reference = versions[0]
@@ -245,7 +253,13 @@ def check_endpoint(
         if drawn is None:
             notes = ["the endpoint does not say which tokens it draws: no cache was examined"]
             continue
+        if len(drawn[0]) > DRAWN or not all(0 <= token < vocabulary for token in drawn[0]):
+            raise CorruptError(
+                f"{name} was asked for {DRAWN} tokens below {vocabulary}, and gives others"
+            )
         whole, at = [*sequence, *drawn[0]], len(sequence) - 1
         after = reference.exact(whole)[at:]
         tests.add_drawn(drawn[1], after, np.abs(reference.rounded(whole)[at:] - after))
+    if tests.cache_undecided and not notes:
+        notes = ["whether the answers after cached prompts fit is not certain: look again"]
     return tests.report(name, notes)

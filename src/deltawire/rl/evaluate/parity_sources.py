@@ -134,7 +134,13 @@ def _prompt(line: str, tokenizer: Any, vocabulary: int, where: str) -> tuple[int
     return tuple(ids)
 
 
-def fitting(prompts: Sequence[tuple[int, ...]], *, tokens: int, model: Any) -> None:
+def fitting(
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    tokens: int,
+    model: Any,
+    hint: str = "lower --tokens or --length",
+) -> None:
     """Raises `InputError` if the longest prompt with ``tokens`` more exceeds the model's
     context."""
     room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -142,5 +148,5 @@ def fitting(prompts: Sequence[tuple[int, ...]], *, tokens: int, model: Any) -> N
     if room is not None and longest > room:
         raise InputError(
             f"the longest prompt and {tokens} tokens need {longest}; the context has {room}",
-            hint="lower --tokens or --length",
+            hint=hint,
         )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.attest.cached_endpoint import VOCABULARY, CachedEndpoint, Recurrent
+from deltawire.cli.main import main
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.launch.black_box.endpoint import HttpEndpoint
 from deltawire.launch.black_box.judging import (
@@ -29,6 +30,7 @@ def looked(endpoint, versions, *, count=96, error=0.01, seed=0):
         rng.integers(0, VOCABULARY, (count, 16)).tolist(),
         name="the endpoint",
         fresh=iter(rng.integers(0, VOCABULARY, count).tolist()),
+        vocabulary=VOCABULARY,
         error=error,
     )
 
@@ -69,8 +71,43 @@ def test_an_endpoint_that_does_not_say_its_tokens_says_so():
     assert "no cache was examined" in report.notes[0]
 
 
+def test_the_same_weights_say_if_the_cache_is_undecided():
+    class Divided(CachedEndpoint):
+        """Cached prompts fit and do not in turn."""
+
+        def drawn(self, prompt, count):
+            tokens, given = super().drawn(prompt, count)
+            self.asked = getattr(self, "asked", 0) + 1
+            return tokens, given - (self.asked % 2) * 0.5
+
+    report = looked(Divided(BASE, clears=True), {"version 4": BASE})
+    assert (report.verdict, report.cause) == ("same", "")
+    assert "after cached prompts" in report.notes[0]
+    assert looked(CachedEndpoint(BASE, clears=True), {"version 4": BASE}).notes == []
+
+
+@pytest.mark.parametrize("tokens", [[VOCABULARY], [-1], [10**9], [0] * 17])
+def test_tokens_that_were_not_asked_for_are_refused(tokens):
+    endpoint = CachedEndpoint(BASE, clears=True)
+    endpoint.drawn = lambda prompt, count: (tokens, np.zeros(len(tokens)))
+    with pytest.raises(CorruptError, match="asked for 16 tokens below 40"):
+        looked(endpoint, {"version 4": BASE})
+
+
+@pytest.mark.parametrize("url", ["some/folder", "file:///etc", "ftp://127.0.0.1"])
+def test_only_addresses_of_servers_are_opened(url):
+    with pytest.raises(InputError, match="no address of a server"):
+        HttpEndpoint(url)
+
+
+@pytest.mark.parametrize("option", ["error", "model", "prompts"])
+def test_options_of_the_black_box_need_it(option, capsys):
+    assert main(["attest", "a", "--against", "b", f"--{option}", "0.5"]) == 2
+    assert f"--{option} needs --black-box" in capsys.readouterr().err
+
+
 def test_the_error_rate_is_divided_among_the_tests():
-    """With 20 times as many looks at pure chance as the error rate allows one in."""
+    """Looks 100 times at pure chance: 5 wrong decisions are expected at most."""
     rng = np.random.default_rng(0)
     wrong = 0
     for _ in range(100):
@@ -80,7 +117,7 @@ def test_the_error_rate_is_divided_among_the_tests():
             if test.decided(0.05 / 2):
                 wrong += 1
                 break
-    assert wrong <= 9  # 5 expected at most; more than 9 has a probability of 3 %.
+    assert wrong <= 9  # More than 9 has a probability of 3 %.
     one, three = EndpointTests(["a"], error=0.06), EndpointTests(["a", "b", "c"], error=0.06)
     assert one._error * 4 == pytest.approx(three._error * 10) == pytest.approx(0.06)
 
@@ -146,6 +183,8 @@ def test_a_server_is_asked_over_http(server):
     assert endpoint.model == "policy"
     report = looked(endpoint, {"version 4": BASE})
     assert report.verdict == "same"
+    neutral = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    assert all(asked.items() >= neutral.items() for asked in server.asked)
     forced = [asked for asked in server.asked if asked.get("echo")]
     drawn = [asked for asked in server.asked if not asked.get("echo")]
     assert {asked["model"] for asked in server.asked} == {"policy"}
@@ -161,10 +200,19 @@ def test_a_server_is_asked_over_http(server):
         ((503, {}), RetryError, "refuses for the moment"),
         ((200, {"choices": []}), CorruptError, "cannot be read"),
         ((200, {"choices": [{}]}), InputError, "0 log-probabilities for 3 tokens"),
+        ((401, {}), InputError, r"answers 401(?!.*echo)"),
+        *(
+            (
+                (200, {"choices": [{"logprobs": {"token_logprobs": [None, value, -1.0]}}]}),
+                CorruptError,
+                "that are none",
+            )
+            for value in (1e308, -1e308, 0.01)
+        ),
         (
             (200, {"choices": [{"logprobs": {"token_logprobs": [None, None, -1.0]}}]}),
             CorruptError,
-            "no numbers",
+            "that are none",
         ),
     ],
 )
