@@ -81,6 +81,8 @@ class Groups:
         self._largest_age = policy_of(CONFIG.train).largest_age
         self._settled: dict[tuple[str, int], int] = {}
         """By group, the version that settled it."""
+        self._nonces: dict[tuple[str, int], str] = {}
+        """By group that was settled, its nonce."""
         self._acknowledged: dict[tuple[str, int], float] = {}
         self._newest = 0
         self.checkpoints: list[int] = [0]
@@ -90,6 +92,8 @@ class Groups:
         """A worker takes its group for stored."""
         group, key = (worker, sequence), keys.rollout(worker, sequence)
         held = self._store.objects.get(key)
+        if self._nonces.get(group, nonce) != nonce:
+            raise BrokenError(f"{worker} stored group {sequence} again, as another group")
         if held is None and group not in self._settled:
             raise BrokenError(f"{worker} takes group {sequence} for stored, and it is not")
         if held is not None and decode_group(held.data, run="", key=key).nonce != nonce:
@@ -121,6 +125,9 @@ class Groups:
             before = self._settled[group]
             raise BrokenError(f"{group} was settled by version {before}, {how} by {version}")
         self._settled[group] = version
+        if (held := self._store.objects.get(keys.rollout(*group))) is not None:
+            read = decode_group(held.data, run="", key=keys.rollout(*group))
+            self._nonces[group] = read.nonce
 
     def changed(self, key: str, before: bytes | None, after: bytes | None, by: str) -> None:
         """An object below ``rollouts/`` was stored or deleted."""

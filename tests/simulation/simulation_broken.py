@@ -157,6 +157,7 @@ BROKEN = [
     Broken(
         "a worker that counts from what is stored",
         (_patch(simulated_workers, "next_sequence", _after_the_stored),),
+        rare=True,
     ),
     Broken(
         "a worker that takes any object for its own group",
