@@ -162,6 +162,7 @@ BROKEN = [
     Broken(
         "a worker that takes any object for its own group",
         (_patch(Uploader, "_store", _any_is_mine),),
+        rare=True,
     ),
     Broken(
         "a trainer that does not read what was consumed",

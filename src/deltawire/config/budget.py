@@ -35,7 +35,7 @@ class BudgetConfig(Section, frozen=True, kw_only=True):
     controller: BudgetController = "fixed"
     """``auto`` moves, by accuracy gained per token, between the thinking budgets of
     ``rollout.thinking.budgets`` and between the values of the three lists below. Its evaluations
-    cost tokens, and a fixed budget that is right does better."""
+    cost tokens, and in nine made-up worlds a fixed budget did better."""
     completions: Annotated[list[Annotated[int, Meta(ge=2, le=4096)]], Meta(max_length=16)] = []
     """Completions of a prompt, rising; ``rollout.group_size`` is the first used. Empty: not
     moved."""

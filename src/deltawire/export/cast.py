@@ -61,13 +61,15 @@ class CastWeights:
     def tensors(self) -> dict[str, Tensor]:
         """See `WeightSource.tensors`."""
         held = module_tensors(self._model)
-        return {spec.name: _published(held[spec.name], spec) for spec in self._specs}
+        return {
+            spec.name: _published(held[spec.name], spec, of=held[spec.name]) for spec in self._specs
+        }
 
     def trained(self) -> dict[str, Tensor]:
         """See `WeightSource.trained`: all but frozen parameters."""
         held = module_tensors(self._model)
         return {
-            spec.name: _published(held[spec.name], spec)
+            spec.name: _published(held[spec.name], spec, of=held[spec.name])
             for spec in self._specs
             if _may_change(held[spec.name])
         }
@@ -82,7 +84,8 @@ class CastWeights:
             dtype = TORCH_DTYPES[spec.dtype]
             shard = shard_of(spec.name, held[spec.name], rank=rank, dtype=dtype)
             if shard is not None:
-                found[spec.name] = LocalShard(_published(shard.bits, spec).reshape(-1), shard.start)
+                bits = _published(shard.bits, spec, of=held[spec.name]).reshape(-1)
+                found[spec.name] = LocalShard(bits, shard.start)
         return found
 
     def wanted(self) -> dict[str, tuple[int, int] | None]:
@@ -148,17 +151,20 @@ def cast(tensor: Tensor, dtype: str) -> Tensor:
     return local_part(tensor).to("cpu", TORCH_DTYPES[dtype]).contiguous()
 
 
-def _published(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """Casts a tensor; raises `InputError` if a value of float16 is not finite.
+def _published(part: Tensor, spec: TensorSpec, *, of: Tensor) -> Tensor:
+    """Casts a part ``of`` a tensor; raises `InputError` if a value of a float16 parameter is not
+    finite.
 
     The trainer rounds its weights after a step, so the values may be infinite before the cast.
-    Readers that serve float32 could not tell one NaN from another.
+    Readers that serve float32 could not tell one NaN from another. Buffers may hold infinities,
+    such as those of a mask.
     """
-    values = cast(tensor, spec.dtype)
-    if spec.dtype == "F16" and not bool(values.isfinite().all()):
+    values = cast(part, spec.dtype)
+    if spec.dtype == "F16" and isinstance(of, Parameter) and not bool(values.isfinite().all()):
+        fault = "is not a number" if bool(values.isnan().any()) else "is beyond 65,504"
         raise InputError(
-            f"{spec.name} has values that float16 cannot hold: the largest is 65,504",
-            hint='set train.exporter = "bf16"',
+            f"{spec.name} has a value that {fault}, which float16 cannot hold",
+            hint='lower train.learning_rate, or start a run with train.exporter = "bf16"',
         )
     return values
 

@@ -60,6 +60,16 @@ def test_a_source_is_published_and_restored_to_the_bit(tmp_path, tiny, exporter)
     assert same(bits_of(again), bits_of(source))
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_float16_refuses_parameters_that_are_not_finite_and_takes_such_buffers(tiny, value):
+    tiny.register_buffer("mask", torch.tensor([0.0, value], dtype=torch.float16))
+    assert "mask" in open_source("f16", tiny).tensors()
+    with torch.no_grad():
+        next(tiny.parameters()).view(-1)[0] = value
+    with pytest.raises(InputError, match="which float16 cannot hold"):
+        open_source("f16", tiny).tensors()
+
+
 def test_an_unknown_exporter_is_named(tiny):
     with pytest.raises(InputError, match="no exporter 'fp3'") as caught:
         open_source("fp3", tiny)

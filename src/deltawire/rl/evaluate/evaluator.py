@@ -165,7 +165,12 @@ def run_evaluator(process: Process, estimator: OpenEstimator = no_estimator) -> 
     process.record_life("started")
     with suppress(StopAskedError), ExitStack() as stack:
         with process.interruptible(), process.heartbeat.long_task("start"):
-            run, config = open_run(process.bucket, role="evaluator", wait_s=RUN_PATIENCE_S)
+            run, config = open_run(
+                process.bucket,
+                role="evaluator",
+                wait_s=RUN_PATIENCE_S,
+                stopping=process.is_stopping,
+            )
             process.heartbeat.faults = config.faults
             if config.train.adapters:
                 names = [one.name for one in config.train.adapters]

@@ -184,11 +184,15 @@ def run_reference(process: Process) -> None:
 
 def _open_scorer(process: Process) -> GroupScorer:
     """Waits for the run and its version 0, and loads the model."""
-    run, config = open_run(process.bucket, role="reference", wait_s=RUN_PATIENCE_S)
+    run, config = open_run(
+        process.bucket, role="reference", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
+    )
     process.heartbeat.faults = config.faults
     torch.set_num_threads(config.threads)
     while newest_version(process.bucket) is None:
         process.heartbeat.progress("wait")
+        if process.stopping:  # Its supervisor is gone: no signal says so.
+            raise StopAskedError
         process.wait(process.bucket.poll_s)
     with process.heartbeat.long_task("start"):
         return GroupScorer(process, run, config)

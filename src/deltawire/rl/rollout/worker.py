@@ -278,7 +278,9 @@ def run_worker(process: Process, *, patience_s: float, report: Callable[[str], N
 def _run_worker(process: Process, *, patience_s: float, report: Callable[[str], None]) -> None:
     started = time.time()
     with process.interruptible():
-        run, config = open_run(process.bucket, role="worker", wait_s=RUN_PATIENCE_S)
+        run, config = open_run(
+            process.bucket, role="worker", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
+        )
         process.heartbeat.faults = config.faults
     if config.train.adapters:
         serve_lines(process, config, patience_s=patience_s, report=report)
@@ -308,7 +310,9 @@ def serve_lines(
             own = process.in_line(place)
             stack.enter_context(own.registered())
             with process.interruptible(), process.heartbeat.long_task("start"):
-                run, line = open_run(place, role="worker", wait_s=RUN_PATIENCE_S)
+                run, line = open_run(
+                    place, role="worker", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
+                )
                 own.heartbeat.faults = line.faults
                 own.record_life("started")
                 workers[one.name] = Worker(

@@ -219,9 +219,7 @@ class _Retention:
     def _closed_below(self, floors: Iterable[int]) -> int:
         """Returns a version below which an earlier call closed all it could, 0 if none did.
 
-        A call deletes the floors below its own last, and buries the version before it last of all.
-        In a relay's bucket that version may have come as a tombstone, and an older one not: there
-        the lowest is buried last of all.
+        A call deletes the floors below its own last, and buries the lowest version last of all.
         """
         lowest = min(floors, default=0)
         if lowest and self._is_closed(lowest - 1) and self._is_closed(self._first()):
@@ -382,9 +380,9 @@ class _Retention:
         return found
 
     def _bury(self, tombstones: Sequence[_Tombstone]) -> None:
-        """Replaces manifests with their tombstones, the lowest first; in a relay's bucket the
-        lowest last (see `_closed_below`)."""
-        for one in tombstones if self._sealed is None else reversed(tombstones):
+        """Replaces manifests with their tombstones, the lowest last: it shows that no other is
+        left (see `_unburied`)."""
+        for one in reversed(tombstones):
             key = keys.manifest(one.version)
             if not self._dry_run:
                 # Where no manifest was seen, none may be written over: the store decides.
@@ -393,17 +391,19 @@ class _Retention:
                 if not one.fills:
                     self.bucket.put(key, one.data)
             self.found.manifests.append(one.version)
+        self.found.manifests.sort()
 
     def _unburied(
         self, versions: Sequence[int], listed: Container[int]
     ) -> list[tuple[int, Manifest]]:
         """Returns the versions without a tombstone, ascending, each with its tombstone.
 
-        Tombstones are written in ascending order, so the versions below one were buried before it.
-        Reads from the newest version down, a few at a time, until one is a tombstone, and below
-        that only versions that a listing does not show: the cost is that of what is new, however
-        many versions were pruned before. While the lowest one is not buried, all are read: a relay
-        that stood still copied tombstones above versions that it had copied before.
+        The lowest is buried last. If it is a tombstone, so are all below another one: an earlier
+        release, which began with the lowest, wrote them in ascending order. Then this reads from
+        the newest version down, a few at a time, until one is a tombstone, and below that only
+        versions that a listing does not show: the cost is that of what is new, however many
+        versions were pruned before. Else all are read: a call may have stopped, or a relay that
+        stood still copied tombstones above versions that it had copied before.
         """
         found: list[tuple[int, Manifest]] = []
         buried, ordered = False, bool(versions) and self._is_closed(versions[0])

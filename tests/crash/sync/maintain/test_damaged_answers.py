@@ -213,7 +213,7 @@ def test_sound_answers_cost_retention_three_listings_more(bucket):
     bucket.inner.delete(keys.checkpoint_commit(5))
     pruned(bucket, cutoff=NEWEST)
     verbs = Counter(verb for verb, _ in bucket.operations)
-    assert (verbs["get"], verbs["list"], verbs["head"]) == (21, 23, 13)
+    assert (verbs["get"], verbs["list"], verbs["head"]) == (22, 23, 13)
     assert sum(op == ("list", keys.CHECKPOINTS) for op in bucket.operations) == 2
     assert sum(op == ("list", keys.TAGS) for op in bucket.operations) == 4
 
