@@ -54,6 +54,7 @@ def start_with_groups(
     layers: int = 1,
     sizes: BuildConfig | None = None,
     attention_dropout: float = 0.0,
+    run_id: str = "",
     **config: Any,
 ) -> Bucket:
     """Start a run of a tiny model in ``folder / "bucket"``, with groups of a worker that lives."""
@@ -71,7 +72,7 @@ def start_with_groups(
         "trust": UNCHECKED,
         **config,
     }
-    start_run(bucket, parse_config(raw, source="test"), folder / "model")
+    start_run(bucket, parse_config(raw, source="test"), folder / "model", run_id=run_id)
     for number in range(groups):
         put_group(bucket, number, group(number))
     put_heartbeat(bucket, "w0", stored=groups, at=time.time())

@@ -499,7 +499,7 @@ class RetainConfig(Section, frozen=True, kw_only=True):
     """Keep archives of events for this many days; they hold events older than ten minutes."""
     checkpoints: Annotated[int, Meta(ge=0, le=10**9)] = 2
     """Keep this many states of the trainer."""
-    proofs: Annotated[int, Meta(ge=0, le=100_000)] = 0
+    proofs: Annotated[int, Meta(ge=0, le=1_000)] = 0
     """Also keep what ``deltawire verify-training`` needs for this many intervals between states of
     the trainer: their groups, and the states at both ends. A hash chooses them among all intervals
     of the run. Versions from the first of them on stay readable."""

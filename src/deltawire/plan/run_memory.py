@@ -89,7 +89,7 @@ class RunMemory:
     proofs: int = 0
     """Intervals that ``retain.proofs`` keeps."""
     interval_bytes: int = 0
-    """The most bytes of one: two states, and its groups."""
+    """About the bytes of one: two states, and the tokens of its groups."""
 
     @property
     def total(self) -> float:
@@ -118,8 +118,9 @@ class RunMemory:
         )
         if self.proofs:
             found.append(
-                f"{self.proofs} intervals are kept for proofs: at most "
-                f"{self.proofs * self.interval_bytes / 1e9:.2f} GB"
+                f"{self.proofs} intervals are kept for proofs: about "
+                f"{self.proofs * self.interval_bytes / 1e9:.2f} GB, and all versions from the "
+                "first of them on"
             )
         return found
 

@@ -57,8 +57,8 @@ KEPT = 2
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """Commits a state: its tensors, in shards of ``ranks`` processes. ``digest`` is that of the
-    weights published at ``version`` of the run ``run``. The object in the bucket has the tensors in
-    ``table``; those of earlier releases have them in ``tensors``."""
+    weights published at ``version`` of the run ``run``. The object in the bucket of a fork has the
+    tensors in ``table``; that of a trainer in ``tensors``, which earlier releases read."""
 
     format: int = FORMAT
     run: Annotated[str, Meta(max_length=64)] = ""
@@ -69,10 +69,12 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     table: bytes = b""
     ledger: Ledger
 
-    def encode(self) -> bytes:
-        """Returns the bytes of the object."""
-        packed = msgspec.structs.replace(self, tensors={}, table=pack_table(self.tensors))
-        return encode_json(packed)
+    def encode(self, *, packed: bool = False) -> bytes:
+        """Returns the bytes of the object; ``packed``, earlier releases do not read it."""
+        if not packed:
+            return encode_json(self)
+        small = msgspec.structs.replace(self, tensors={}, table=pack_table(self.tensors))
+        return encode_json(small)
 
     @classmethod
     def decode(cls, data: bytes, *, run: str, key: str) -> Commit:

@@ -94,11 +94,11 @@ class TensorEntry(msgspec.Struct, frozen=True):
             )
 
 
-_Place = tuple[_Extent, _Extent, Index, Index]
+_PackedShard = tuple[_Extent, _Extent, Index, Index]
 _Row = tuple[
     Annotated[str, Meta(max_length=16)],
     _Extent,
-    Annotated[list[_Place], Meta(max_length=MAX_CHUNKS)],
+    Annotated[list[_PackedShard], Meta(max_length=MAX_CHUNKS)],
 ]
 
 
@@ -109,11 +109,11 @@ def pack_table(tensors: Mapping[str, TensorEntry]) -> bytes:
         name: (
             entry.dtype,
             entry.shape,
-            [(one.offsets, one.sizes, one.part, one.start) for one in entry.chunks],
+            [(shard.offsets, shard.sizes, shard.part, shard.start) for shard in entry.chunks],
         )
         for name, entry in tensors.items()
     }
-    hashes = (bytes.fromhex(one.hash) for entry in tensors.values() for one in entry.chunks)
+    hashes = (bytes.fromhex(shard.hash) for entry in tensors.values() for shard in entry.chunks)
     return zlib.compress(msgspec.msgpack.encode((rows, b"".join(hashes))), 9)
 
 
@@ -128,13 +128,13 @@ def unpack_table(table: bytes, *, limit: int, run: str, key: str) -> dict[str, T
         rows, packed = msgspec.msgpack.decode(data, type=tuple[dict[str, _Row], bytes])
     except (zlib.error, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptError(f"a table of tensors: {error}", run=run, key=key) from error
-    shards = sum(len(places) for _, _, places in rows.values())
+    shards = sum(len(chunks) for _, _, chunks in rows.values())
     if len(packed) != 32 * shards:
         raise CorruptError("a table of tensors has no hash for each shard", run=run, key=key)
     hashes = (packed[at : at + 32].hex() for at in range(0, 32 * shards, 32))
     return {
-        name: TensorEntry(dtype, shape, [StoredShard(*one, next(hashes)) for one in places])
-        for name, (dtype, shape, places) in rows.items()
+        name: TensorEntry(dtype, shape, [StoredShard(*shard, next(hashes)) for shard in chunks])
+        for name, (dtype, shape, chunks) in rows.items()
     }
 
 

@@ -96,7 +96,7 @@ class CommitMetadata(msgspec.Struct, frozen=True, kw_only=True):
     that are one prompt's, and advantages are relative to all of them; empty, each group is one.
     ``prompts`` records what was decided since the previous step. ``state`` is the hash of masters
     and optimizer after the step (`deltawire.train.masters.MasterWeights.state_hash`), in versions
-    that get a checkpoint.
+    whose number is a multiple of ``train.checkpoint_every``.
     """
 
     step: Index = 0

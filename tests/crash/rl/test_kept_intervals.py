@@ -13,6 +13,7 @@ from deltawire.errors import DeltawireError, UnreadableError
 from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.trainer.proof_retention import ProofRetention
 from deltawire.rl.trainer.verify_intervals import TrainingInterval, verify_intervals
+from deltawire.rl.trainer.version_retention import VersionRetention
 from deltawire.runtime.retained import read_retained
 from deltawire.store import retrying
 from deltawire.store.delegating import DelegatingBucket
@@ -22,7 +23,8 @@ from deltawire.train.checkpoint import checkpoint_versions, kept_intervals, save
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger
 
-VERSIONS, EVERY, PROOFS = 10, 2, 2
+VERSIONS, EVERY, PROOFS = 6, 2, 2
+RUN_ID = "5e" * 16
 TRAIN = {
     "groups_per_step": 1, "max_staleness": 99, "versions": VERSIONS, "checkpoint_every": EVERY,
     "anchor_every": 1, "optimizer": {"learning_rate": 1e-3}, "schedule": {"warmup_steps": 1},
@@ -31,15 +33,30 @@ ALL = [(at, at + EVERY) for at in range(0, VERSIONS, EVERY)]
 
 
 def start(folder, **retain):
-    return start_with_groups(folder, groups=VERSIONS, train=TRAIN, retain=retain)
+    return start_with_groups(folder, groups=VERSIONS, train=TRAIN, retain=retain, run_id=RUN_ID)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run that keeps one state, the groups of one version, and two intervals for proofs."""
+def runs(tmp_path_factory):
+    """A run that keeps one state, the groups of one version, and two intervals for proofs; and a
+    copy of it from before it chose at its last version."""
     bucket = start(tmp_path_factory.mktemp("kept"), checkpoints=1, rollouts=1, proofs=PROOFS)
-    train(bucket, to=VERSIONS)
-    return bucket
+    choose, before = ProofRetention.choose, []
+
+    def copying(self, version):
+        if version == VERSIONS and not before:
+            before.append(copied(bucket, "memory://"))
+        choose(self, version)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProofRetention, "choose", copying)
+        train(bucket, to=VERSIONS)
+    return bucket, before[0]
+
+
+@pytest.fixture(scope="module")
+def trained(runs):
+    return runs[0]
 
 
 @pytest.fixture
@@ -76,11 +93,11 @@ def inside(intervals):
     return {version for first, last in intervals for version in range(first + 1, last + 1)}
 
 
-def assert_promises_hold(bucket):
-    """All that a kept interval needs is there."""
+def assert_promises_hold(bucket, *, storing=0):
+    """All that a kept interval needs is there; the state of version ``storing`` is stored later."""
     for first, last in (kept := kept_intervals(bucket)):
         assert set(range(first + 1, last + 1)) <= versions_with_groups(bucket)
-        assert {first, last} <= {0, *checkpoint_versions(bucket)}
+        assert {first, last} <= {0, storing, *checkpoint_versions(bucket)}
     return kept
 
 
@@ -150,6 +167,11 @@ def test_a_group_of_a_kept_interval_that_is_gone_is_a_fault(copy):
 def test_a_state_is_held_to_the_hash_that_its_version_states(copy):
     """No interval before it can be computed, so only the hash shows that the state is another."""
     origin = next(one for one, _ in sorted(kept_intervals(copy), reverse=True) if one)
+    for first, last in kept_intervals(copy):
+        if last == origin:
+            copy.delete(keys.checkpoint_interval(first, last))
+            copy.delete(keys.checkpoint_interval(last, first))
+            copy.delete(keys.rollout(*consumed(copy, first + 1)[0]))
     patch_optimizer(copy, origin)
     found = verify_intervals(copy)
     assert [(one.version, one.reason) for one in found.faults][:1] == [
@@ -157,23 +179,26 @@ def test_a_state_is_held_to_the_hash_that_its_version_states(copy):
     ]
 
 
-@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
-def test_a_choice_that_stops_at_any_request_breaks_no_promise(copy, done, monkeypatch):
+@pytest.mark.parametrize(
+    "done", [pytest.param(False, marks=pytest.mark.drills), True], ids=["before", "after"]
+)
+def test_a_choice_that_stops_at_any_request_breaks_no_promise(runs, done, monkeypatch):
     """At each request in turn the store fails for good; the next choice completes it."""
     monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
-    # One fewer than before is kept, so one interval is given up.
-    goal = lowest(copy, kept_intervals(copy) | {ALL[-1]}, PROOFS - 1)
+    # One fewer than before is kept, so two intervals are given up.
+    whole = runs[1]
+    goal = lowest(whole, kept_intervals(whole) | {ALL[-1]}, PROOFS - 1)
     at = 0
     while True:
         at += 1
-        bucket = FaultyBucket(copied(copy, "memory://"))
+        bucket = FaultyBucket(copied(whole, "memory://"))
         bucket.fail(at=at, times=None, done=done)
         with suppress(DeltawireError):
             proofs_of(bucket, keep=PROOFS - 1).choose(VERSIONS)
         ended = len(bucket.operations) < at
-        assert_promises_hold(bucket.inner)
+        assert_promises_hold(bucket.inner, storing=VERSIONS)
         proofs_of(bucket.inner, keep=PROOFS - 1).choose(VERSIONS)
-        assert assert_promises_hold(bucket.inner) == goal
+        assert assert_promises_hold(bucket.inner, storing=VERSIONS) == goal
         floor = read_retained(bucket.inner).rollouts
         above = set(range(floor, VERSIONS + 1))
         assert versions_with_groups(bucket.inner) == inside(goal) | above | {0}
@@ -189,7 +214,53 @@ def test_a_damaged_mark_stops_everything(copy):
         proofs_of(copy, keep=1).choose(VERSIONS)
     with pytest.raises(UnreadableError, match="nothing was deleted"):
         kept_intervals(copy)
+    with pytest.raises(UnreadableError, match="a mark that names no interval"):
+        prune(copy, read_run(copy), cutoff=VERSIONS, grace_s=0.0)
     assert before <= set(copy.list(""))
+
+
+def test_a_trainer_deletes_no_versions_while_a_mark_names_no_interval(tmp_path, monkeypatch):
+    bucket = start(tmp_path, checkpoints=1, rollouts=1, versions=1)
+    bucket.put(f"{keys.CHECKPOINTS}0000000002/{keys.INTERVAL_MARK}4", b"")
+    started = []
+    monkeypatch.setattr(VersionRetention, "start", lambda *args, **words: started.append(words))
+    train(bucket, to=EVERY)
+    assert not started
+
+
+def test_a_choice_at_a_stored_version_marks_nothing(tmp_path, monkeypatch):
+    """The trainer chooses again at its end. Then the state before may be gone, as its interval was
+    given up, and no interval may begin with an older one, which has the lowest rank here."""
+    monkeypatch.setattr(
+        ProofRetention, "_rank", lambda self, ends: f"{99 - (ends[1] - ends[0]):03d}{ends[0]:03d}"
+    )
+    bucket = start(tmp_path, checkpoints=1, rollouts=1, proofs=1)
+    train(bucket, to=VERSIONS)
+    assert assert_promises_hold(bucket) == {(0, 2)}
+    assert not verify_intervals(bucket).faults
+
+
+@pytest.mark.parametrize("damage", [b"{}", None], ids=["damaged", "not found"])
+def test_a_wrong_answer_about_version_0_skips_no_interval(runs, damage, monkeypatch):
+    monkeypatch.setattr("deltawire.sync.chain.evidence.time.sleep", lambda _: None)
+    bucket = FaultyBucket(copied(runs[1], "memory://"))
+    for key in bucket.list(keys.CHECKPOINTS):
+        bucket.delete(key)
+    bucket.damage(keys.manifest(0), lambda _: damage, times=1)
+    proofs_of(bucket).choose(VERSIONS)
+    assert kept_intervals(bucket) == {(0, VERSIONS)}
+
+
+def test_manifests_of_kept_intervals_are_read_once(runs):
+    bucket = FaultyBucket(copied(runs[1], "memory://"))
+    proofs = proofs_of(bucket)
+    proofs.choose(VERSIONS)
+    reads = [key for verb, key in bucket.operations if verb == "get" and keys.MANIFESTS in key]
+    assert reads
+    bucket.operations.clear()
+    bucket.put(keys.checkpoint_commit(VERSIONS), b"{}")
+    proofs.choose(VERSIONS)
+    assert not [key for verb, key in bucket.operations if verb == "get" and keys.MANIFESTS in key]
 
 
 def test_a_manifest_that_cannot_be_read_stops_the_choice(copy):
@@ -215,11 +286,11 @@ def test_a_listing_that_came_back_short_gives_up_nothing(copy):
 
 
 def test_a_trainer_that_stopped_between_marks_and_state_ends_the_interval_elsewhere(copy):
-    """The state of version 9 was never stored."""
-    copy.put(keys.checkpoint_interval(8, 9), b"")
-    copy.put(keys.checkpoint_interval(9, 8), b"")
+    """The state of version 5 was never stored."""
+    copy.put(keys.checkpoint_interval(4, 5), b"")
+    copy.put(keys.checkpoint_interval(5, 4), b"")
     proofs_of(copy, keep=99).choose(VERSIONS)
-    assert (8, 9) not in kept_intervals(copy)
+    assert (4, 5) not in kept_intervals(copy)
     assert_promises_hold(copy)
 
 

@@ -15,6 +15,7 @@ from deltawire.store import open_bucket
 from deltawire.train import checkpoint, checkpoint_storage
 from deltawire.train.checkpoint import (
     KEPT,
+    MAX_COMMIT_BYTES,
     CheckpointWriter,
     Commit,
     load_checkpoint,
@@ -120,8 +121,15 @@ def flip(bucket, key):
     bucket.put(key, bytes(data))
 
 
+def pack(bucket):
+    """Packs the newest commit, as that of a fork."""
+    commit = Commit.decode(bucket.get(COMMIT, limit=1 << 20), run="", key=COMMIT)
+    bucket.put(COMMIT, commit.encode(packed=True))
+
+
 def edit_table(bucket, edit):
     """Changes the bytes of the newest commit's table."""
+    pack(bucket)
     raw = msgspec.json.decode(bucket.get(COMMIT, limit=1 << 20))
     raw["table"] = edit(base64.b64decode(raw["table"]))
     bucket.put(COMMIT, msgspec.json.encode(raw))
@@ -182,9 +190,9 @@ def test_when_all_are_damaged_there_is_none(bucket):
         checkpoint._load(bucket, blank(), 8, run="")
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["packed", "of an earlier release"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("lie", ["shape", "dtype", "box", "size", "hole", "name"])
-def test_a_table_that_does_not_fit_is_passed_over(bucket, lie, before):
+def test_a_table_that_does_not_fit_is_passed_over(bucket, lie, packed):
     """A commit is sealed by nothing: whatever it says, no memory is read or written outside."""
     save(bucket, 4)
     save(bucket, 8)
@@ -206,18 +214,46 @@ def test_a_table_that_does_not_fit_is_passed_over(bucket, lie, before):
     lying = msgspec.structs.replace(
         commit, tensors=msgspec.convert(tensors, dict[str, TensorEntry])
     )
-    bucket.put(COMMIT, encode_json(lying) if before else lying.encode())
+    bucket.put(COMMIT, lying.encode(packed=packed))
     assert load(bucket, 8)[0].version == 4
 
 
-def test_a_table_of_an_earlier_release_is_read(bucket):
+def test_a_packed_table_is_read(bucket):
+    """As FORMAT-PROTOCOL.md describes it."""
     save(bucket, 8)
     commit = Commit.decode(bucket.get(COMMIT, limit=1 << 20), run="", key=COMMIT)
-    bucket.put(COMMIT, encode_json(commit))
-    assert b'"chunks":[{' in bucket.get(COMMIT, limit=1 << 20)
+    pack(bucket)
+    raw = msgspec.json.decode(bucket.get(COMMIT, limit=1 << 20))
+    assert raw["tensors"] == {}
+    rows, hashes = msgspec.msgpack.decode(zlib.decompress(base64.b64decode(raw["table"])))
+    chunks = [(name, chunk) for name, entry in commit.tensors.items() for chunk in entry.chunks]
+    assert {name: [*row[:2]] for name, row in rows.items()} == {
+        name: [entry.dtype, entry.shape] for name, entry in commit.tensors.items()
+    }
+    assert [shard for row in rows.values() for shard in row[2]] == [
+        [chunk.offsets, chunk.sizes, chunk.part, chunk.start] for _, chunk in chunks
+    ]
+    assert hashes.hex() == "".join(chunk.hash for _, chunk in chunks)
+    assert MAX_COMMIT_BYTES == 2**28
     found, tensors = load(bucket, 8)
     assert found == commit
     same(tensors, state(8))
+
+
+class CommitOf01(msgspec.Struct):
+    """The members of a commit that release 0.1 reads."""
+
+    format: int
+    version: int
+    tensors: dict[str, TensorEntry]
+
+
+def test_the_previous_release_reads_a_trainers_state(bucket):
+    """So that a trainer can go back to it."""
+    save(bucket, 8)
+    old = msgspec.json.decode(bucket.get(COMMIT, limit=1 << 20), type=CommitOf01)
+    assert (old.format, old.version) == (1, 8)
+    assert old.tensors.keys() == state(8).keys()
 
 
 def test_a_table_is_not_unpacked_beyond_the_limit(bucket, monkeypatch):
@@ -254,7 +290,7 @@ def test_the_commit_of_a_real_models_state_is_small():
             tensors[f"{kind}/{name}"] = TensorEntry("float32", shape, [shard])
     commit = Commit(version=100, digest="ab" * 16, tensors=tensors, ledger=Ledger())
     assert len(encode_json(commit)) > 250_000
-    assert len(data := commit.encode()) < 48_000
+    assert len(data := commit.encode(packed=True)) < 48_000
     assert Commit.decode(data, run="", key="") == commit
 
 

@@ -76,7 +76,7 @@ def _share(
     shared = msgspec.structs.replace(commit, run=forked.id, ledger=Ledger())
     if copied:
         copy_state(parent, place, shared)
-    place.put(keys.checkpoint_commit(version), shared.encode())
+    place.put(keys.checkpoint_commit(version), shared.encode(packed=True))
     return True
 
 

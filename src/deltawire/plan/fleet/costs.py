@@ -22,6 +22,7 @@ from deltawire.plan.fleet.cold_start import ANCHOR_SHARE
 from deltawire.plan.fleet.request import PlanRequest, RegionSection
 from deltawire.plan.fleet.stores import StoreKind
 from deltawire.plan.fleet.transfer import Amounts, HopTimeline, Readers
+from deltawire.plan.run_memory import TOKEN_BYTES
 from deltawire.runtime.fleet import MOST_READ
 from deltawire.runtime.fleet import POLL_S as FLEET_POLL_S
 from deltawire.runtime.heartbeat import HEARTBEAT_S
@@ -42,8 +43,8 @@ SEGMENT_BYTES = 300.0
 """Bytes of a segment of events, measured."""
 HEARTBEAT_BYTES = 700.0
 """Bytes of a heartbeat, measured."""
-TOKEN_BYTES, GROUP_BYTES = 13.0, 200.0
-"""Bytes of a token (its id, log-probability, version and mask), and of a group without tokens."""
+GROUP_BYTES = 200.0
+"""Bytes of a group without tokens."""
 STATUS_BYTES, WORKER_BYTES, DRAW_BYTES = 250.0, 100.0, 11.0
 """Bytes of ``trainer.json``, of each worker and of each group that is not settled in it."""
 PAGE = 1000
@@ -183,8 +184,9 @@ def bill_of(request: PlanRequest, day: Day) -> Bill:
 
 
 def proof_bytes(request: PlanRequest, parameters: int) -> float:
-    """Returns the most bytes that ``retain.proofs`` keeps: two states of full training, 12 bytes a
-    parameter, and the groups of each interval."""
+    """Returns about how many bytes ``retain.proofs`` keeps: two states of full training, 12 bytes a
+    parameter, and the tokens of each interval's groups. Routes, texts, and the versions from the
+    first interval on are not in it."""
     rollouts, trainer = request.rollouts, request.trainer
     group = GROUP_BYTES + rollouts.group_size * rollouts.tokens * TOKEN_BYTES
     groups = trainer.checkpoint_every * rollouts.batch / rollouts.group_size * group

@@ -90,7 +90,7 @@ class RegionPlan(msgspec.Struct, frozen=True, kw_only=True):
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A whole plan. ``period_s`` is the time of a step, longer than asked for if rollouts bind.
     ``costs`` add up to ``dollars_a_day``; of these, ``version_dollars_a_day`` are for deltas, and
-    ``kept_days`` those of which everything is stored. ``proof_bytes`` is the most that
+    ``kept_days`` those of which everything is stored. ``proof_bytes`` is about what
     ``retain.proofs`` keeps, which no dollars are for. ``warnings`` name keys without effect.
 
     Example::

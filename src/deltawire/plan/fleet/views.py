@@ -110,7 +110,7 @@ def _summary(plan: FleetPlan) -> list[tuple[str, str]]:
         ("rates", plan.rates),
     ]
     if plan.proof_bytes:
-        rows.append(("kept for proofs", f"at most {bytes_text(plan.proof_bytes)}"))
+        rows.append(("kept for proofs", f"about {bytes_text(plan.proof_bytes)}, and versions"))
     if plan.accelerator_dollars_a_day is not None:
         dollars = f"{plan.accelerators}, ${plan.accelerator_dollars_a_day:,.0f} a day"
         rows.append(("accelerators", dollars))

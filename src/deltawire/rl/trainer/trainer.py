@@ -458,20 +458,29 @@ class Trainer(Leader[StepResult]):
             self._trim()
 
     def _choose_interval(self) -> None:
-        """Choose the intervals that are kept for proofs, before the state of this version is
+        """Chooses the intervals that are kept for proofs, before the state of this version is
         stored."""
-        self.publisher.flush()
-        self.rank.checkpoints.flush()
-        if self.rank.diverged or not self.version:
-            return
-        try:
-            self.proofs.choose(self.version)
-            self._proof_alarm = ""
-        except UnreadableError as error:
-            self._proof_alarm = str(error)  # All are kept; the next checkpoint tries again.
+        # Not "checkpoint": a short choice would shorten what the first save is allowed.
+        with self.process.heartbeat.long_task("choose intervals"):
+            try:
+                if self.proofs.is_idle:
+                    self._proof_alarm = ""
+                    return
+            except UnreadableError as error:
+                self._proof_alarm = str(error)
+                return
+            self.publisher.flush()
+            self.rank.checkpoints.flush()
+            if self.rank.diverged or not self.version:
+                return
+            try:
+                self.proofs.choose(self.version)
+                self._proof_alarm = ""
+            except UnreadableError as error:
+                self._proof_alarm = str(error)  # All are kept; the next checkpoint tries again.
 
     def _trim(self) -> None:
-        """Delete groups and versions that no complete checkpoint needs."""
+        """Deletes groups and versions that no complete checkpoint needs."""
         if kept := needed_checkpoints(self.bucket, self.config.retain.checkpoints):
             try:
                 intervals = kept_intervals(self.bucket)
@@ -481,6 +490,7 @@ class Trainer(Leader[StepResult]):
                 self._trim_alarm = ""
             except UnreadableError as error:
                 self._trim_alarm = str(error)  # Training goes on; the next checkpoint tries again.
+                return
             served = self.rollbacks.oldest_served
             self.version_retention.start(newest=self.version, served=served)
 
@@ -489,9 +499,9 @@ class Trainer(Leader[StepResult]):
         self._finish()
 
     def _finish(self) -> None:
+        if self._needs_last_checkpoint():
+            self._choose_interval()
         with self.process.heartbeat.long_task("finish"):
-            if self._needs_last_checkpoint():
-                self._choose_interval()
             self._finish_ranks(self.ledger)
             self._trim()
             self.version_retention.close()

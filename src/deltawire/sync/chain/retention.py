@@ -48,7 +48,7 @@ from deltawire.codec import ZERO
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import Bucket, ObjectMeta, RetryingBucket, in_parallel
 from deltawire.store.traffic import count
-from deltawire.sync.chain.evidence import Sound, Unknown, require_evidence
+from deltawire.sync.chain.evidence import Sound, Unknown, require_evidence, unreadable
 from deltawire.sync.chain.gc_intents import delete_blobs, drop_dead_intents, store_clock
 from deltawire.sync.chain.history import evidence_of_version
 from deltawire.sync.chain.objects import (
@@ -298,13 +298,17 @@ class _Retention:
         """Returns the versions of the trainer's checkpoints, and the ends of kept intervals.
 
         Listed twice, because a listing that left one out would let its version be deleted. Raises
-        `UnreadableError` for a commit that cannot be read.
+        `UnreadableError` for a commit that cannot be read, and for a mark that names no interval.
         """
         listed = {key for _ in range(2) for key in self.bucket.list(keys.CHECKPOINTS)}
         found: list[int] = []
         for key in sorted(listed):
             number = keys.trailing_number(key.removeprefix(keys.CHECKPOINTS).partition("/")[0])
-            found += keys.interval_of(key) or ()
+            interval = keys.interval_of(key)
+            if interval is None and key.rpartition("/")[2].startswith(keys.INTERVAL_MARK):
+                error = CorruptError("a mark that names no interval", run=self.bucket.url, key=key)
+                raise unreadable(self.bucket, key, error)
+            found += interval or ()
             if number is None or key != keys.checkpoint_commit(number):
                 continue
             commit = require_evidence(self.bucket, key, partial(self._checkpoint, key))
