@@ -131,9 +131,11 @@ class AnswerReader:
         if isinstance(stated, dict):
             if _are_ids(stated.get("input_ids")):
                 self.prompt = stated["input_ids"]
-            for index, ids in enumerate(stated.get("output_ids") or ()):
+            rows = stated.get("output_ids")
+            for index, ids in enumerate(rows if isinstance(rows, list) else ()):
                 choice = self.choices.setdefault(index, ChoiceTokens())
-                choice.ids, choice.missing = ids, False  # `ChoiceTokens.fault` checks the members.
+                choice.missing = not isinstance(ids, list)
+                choice.ids = ids if isinstance(ids, list) else []  # `fault` checks the members.
         about = body.get("metadata")
         spans = about.get("weight_versions") if isinstance(about, dict) else None
         if isinstance(spans, list) and list(self.choices) == [0]:

@@ -210,6 +210,14 @@ def test_spans_that_contradict_the_tokens_do_not_count(spans):
     assert reader.choices[0].ids == [1, 2, 3]
 
 
+@pytest.mark.parametrize("ids", [5, [5], ["x"], [None], {"0": [1]}, "x"])
+def test_ids_that_are_no_lists_are_missing(ids):
+    reader = AnswerReader()
+    body = {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}
+    reader.read(body | {"sglext": {"output_ids": ids}})
+    assert reader.choices[0].fault() == "the engine stated no tokens"
+
+
 def test_without_consent_nothing_is_stored_and_the_receipt_says_so(serve, bucket):
     async def scenario(at):
         for stream in (False, True):
