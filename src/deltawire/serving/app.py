@@ -27,7 +27,9 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import aiohttp
@@ -49,7 +51,9 @@ from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
 BUSY = 425
 """The hosted services' status for new requests while all replicas drain to change weights."""
 SERVER_ERROR = 500
-"""Statuses from this on are the replica's failures; lower ones answer what the client asked."""
+"""Statuses from this on are failures; lower ones answer what the client asked."""
+NOT_IMPLEMENTED = 501
+"""The request's own failure: another replica would not answer it either."""
 
 HEADER_WITHIN_S = 30.0
 """Also how long a connection may stay idle between two requests."""
@@ -76,7 +80,7 @@ ADMIN = web.AppKey("admin", str)
 @dataclass(frozen=True)
 class CallLimits:
     """Seconds that a replica may take: to accept a connection, to a stream's first piece, from one
-    piece to the next, and to the first byte of an answer in one piece."""
+    piece to the next, and to the end of an answer in one piece."""
 
     connect_s: float = 10.0
     first_s: float = 60.0
@@ -91,12 +95,57 @@ class UnansweredError(Exception):
     """A replica failed before the client got anything, and another one is to get the request."""
 
 
+class Tries:
+    """Counts how the replicas fail or answer one request, each of them once.
+
+    A status that two replicas answer is the request's own failure and counts for neither. Paths
+    other than `ANSWERS` count for nothing: a replica whose model fails may still list it.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self.may_retry = False
+        """Another replica gets the request if this one fails before the client got anything."""
+        self._replicas = request.app[REPLICAS]
+        self._counts = path_of(request) in ANSWERS
+        self._failed: tuple[TrackedReplica, int] | None = None
+        self._is_counted = False
+
+    def answered(self, member: TrackedReplica, status: int) -> None:
+        """Counts an answer of a replica by its status; raises `UnansweredError` if it failed and
+        another one is to get the request."""
+        if status >= SERVER_ERROR and status != NOT_IMPLEMENTED:
+            self.failed(member, status)
+        else:
+            self._count(member, ok=True)
+
+    def failed(self, member: TrackedReplica, status: int = 0) -> None:
+        """Counts that a replica failed, by a status or without one; raises `UnansweredError` if
+        another one is to get the request."""
+        if self.may_retry and not self._is_counted:
+            self._failed = member, status
+            raise UnansweredError
+        if status and self._failed is not None and self._failed[1] == status:
+            self._failed, self._is_counted = None, True
+        self._count(member, ok=False)
+
+    def close(self) -> None:
+        """Counts the failure of the first replica, if nothing was heard of another one."""
+        if self._failed is not None and self._counts:
+            self._replicas.report(self._failed[0], ok=False)
+        self._failed = None
+
+    def _count(self, member: TrackedReplica, *, ok: bool) -> None:
+        self.close()
+        if self._counts and not self._is_counted:
+            self._replicas.report(member, ok=ok)
+        self._is_counted = True
+
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ANSWER = web.AppKey[Handler]("answer")
 """The handler of the paths in `ANSWERS`; replace it to do more than to proxy them."""
-Exchange = Callable[[web.Request, TrackedReplica, bytes, bool], Awaitable[web.StreamResponse]]
-"""Sends a request's body to a replica, and its answer to the client; the last argument says whether
-another replica gets the request if this one fails."""
+Exchange = Callable[[web.Request, TrackedReplica, bytes, Tries], Awaitable[web.StreamResponse]]
+"""Sends a request's body to a replica, and its answer to the client."""
 Access = Literal["none", "sampling", "admin", "signature"]
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -275,7 +324,8 @@ async def _answer(request: web.Request) -> web.StreamResponse:
 async def _proxy(request: web.Request) -> web.StreamResponse:
     """Proxies a request to a replica, and streams the answer back."""
     body = with_model(await read_body(request), request.app[MODEL])
-    return await to_replica(request, body, _exchange, session=session_of(request))
+    exchange = partial(_exchange, stream=is_stream(body))
+    return await to_replica(request, body, exchange, session=session_of(request))
 
 
 def session_of(request: web.Request) -> str:
@@ -300,43 +350,40 @@ async def to_replica(
 ) -> web.StreamResponse:
     """Gives a request to the replica of its session, or to the least busy one; to one that holds
     ``version``, if there is any. Where a replica cannot be reached, another one gets it; where one
-    fails before the client got anything, one other."""
-    replicas = request.app[REPLICAS]
+    fails before the client got anything, one other, unless the request is the cause (501)."""
+    replicas, tries = request.app[REPLICAS], Tries(request)
     tried: list[TrackedReplica] = []
-    while (member := replicas.pick(session, version=version, without=tried)) is not None:
-        others = replicas.pick(session, version=version, without=[*tried, member])
-        may_retry = not tried and others is not None
-        replicas.begin(member)
-        try:
-            return await exchange(request, member, body, may_retry)
-        except aiohttp.ClientConnectorError:
-            replicas.lost(member)  # It never saw the request, so another may have it.
-        except UnansweredError:
-            tried.append(member)
-        finally:
-            replicas.end(member)
+    try:
+        while (member := replicas.pick(session, version=version, without=tried)) is not None:
+            others = replicas.pick(session, version=version, without=[*tried, member])
+            tries.may_retry = not tried and others is not None
+            replicas.begin(member)
+            try:
+                return await exchange(request, member, body, tries)
+            except aiohttp.ClientConnectorError:
+                replicas.lost(member)  # It never saw the request, so another may have it.
+            except UnansweredError:
+                tried.append(member)
+            finally:
+                replicas.end(member)
+    finally:
+        tries.close()
     code = BUSY if replicas.draining else 503
     return error_answer(code, RetryError("no replica takes requests now", hint="try again shortly"))
 
 
-def count_failure(request: web.Request, member: TrackedReplica, *, may_retry: bool) -> None:
-    """Counts that a replica failed; raises `UnansweredError` if another one is to get the
-    request."""
-    request.app[REPLICAS].report(member, ok=False)
-    if may_retry:
-        raise UnansweredError
-
-
-async def pieces_of(upstream: aiohttp.ClientResponse, limits: CallLimits) -> AsyncIterator[bytes]:
-    """Yields an answer as it arrives; raises `TimeoutError` where a piece takes too long."""
-    within_s = limits.first_s
+async def _pieces_of(
+    upstream: aiohttp.ClientResponse, deadline: float, silence_s: float | None
+) -> AsyncIterator[bytes]:
+    clock = asyncio.get_running_loop().time
     while True:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout_at(deadline):
             piece = await upstream.content.readany()
         if not piece:
             return
         yield piece
-        within_s = limits.silence_s
+        if silence_s is not None:
+            deadline = clock() + silence_s
 
 
 def is_stream(body: bytes) -> bool:
@@ -345,27 +392,38 @@ def is_stream(body: bytes) -> bool:
         content = msgspec.json.decode(body) if b'"stream"' in body else None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return False
-    return isinstance(content, dict) and content.get("stream") is True
+    return isinstance(content, dict) and bool(content.get("stream"))
 
 
-def call_replica(request: web.Request, member: TrackedReplica, body: bytes) -> Any:
-    """Returns the call of a replica as a context manager, which yields its response."""
+@asynccontextmanager
+async def call_replica(
+    request: web.Request, member: TrackedReplica, body: bytes, *, stream: bool
+) -> AsyncIterator[tuple[aiohttp.ClientResponse, AsyncIterator[bytes]]]:
+    """Calls a replica; yields its response, and the pieces of its answer as they arrive.
+
+    Raises `TimeoutError` where a stream's first piece, its headers included, or a later one takes
+    too long, or the whole of an answer that is no stream.
+    """
     app = request.app
     limits = app[LIMITS]
-    read_s = limits.first_s if is_stream(body) else limits.whole_s
+    within_s = limits.first_s if stream else limits.whole_s
+    deadline = asyncio.get_running_loop().time() + within_s
     headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
     headers["Accept-Encoding"] = "identity"
     if app[KEY]:
         headers["Authorization"] = f"Bearer {app[KEY]}"
-    return app[SESSION].request(
-        request.method,
-        f"{member.replica.base_url}{path_of(request)}",
-        params=request.query,
-        data=body or None,
-        headers=headers,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_s, sock_read=read_s),
-        allow_redirects=False,
-    )
+    async with asyncio.timeout_at(deadline):
+        upstream = await app[SESSION].request(
+            request.method,
+            f"{member.replica.base_url}{path_of(request)}",
+            params=request.query,
+            data=body or None,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_s),
+            allow_redirects=False,
+        )
+    async with upstream:
+        yield upstream, _pieces_of(upstream, deadline, limits.silence_s if stream else None)
 
 
 def is_admin(request: web.Request) -> bool:
@@ -402,14 +460,13 @@ def break_off(
 
 
 async def _exchange(
-    request: web.Request, member: TrackedReplica, body: bytes, may_retry: bool
+    request: web.Request, member: TrackedReplica, body: bytes, tries: Tries, *, stream: bool
 ) -> web.StreamResponse:
     answer: web.StreamResponse | None = None
     try:
-        async with call_replica(request, member, body) as upstream:
+        async with call_replica(request, member, body, stream=stream) as (upstream, pieces):
             if upstream.status >= SERVER_ERROR:
-                count_failure(request, member, may_retry=may_retry)
-            pieces = pieces_of(upstream, _limits_of(request, body))
+                tries.answered(member, upstream.status)
             first = await anext(pieces, b"")
             passed = headers_for(request, member, upstream)
             answer = web.StreamResponse(status=upstream.status, headers=passed)
@@ -419,7 +476,7 @@ async def _exchange(
                 await _pass_on(answer, chunk)
             await answer.write_eof()
             if upstream.status < SERVER_ERROR:
-                request.app[REPLICAS].report(member, ok=True)
+                tries.answered(member, upstream.status)
             return answer
     except aiohttp.ClientConnectorError:
         raise
@@ -427,7 +484,8 @@ async def _exchange(
         return break_off(request, member, answer, error)
     except (aiohttp.ClientError, TimeoutError) as error:
         if request.transport is not None and not request.transport.is_closing():
-            count_failure(request, member, may_retry=may_retry and answer is None)
+            tries.may_retry &= answer is None
+            tries.failed(member)
         return break_off(request, member, answer, error)
 
 
@@ -441,14 +499,6 @@ async def _pass_on(answer: web.StreamResponse, chunk: bytes) -> None:
             await answer.write(chunk)
     except TimeoutError as error:
         raise _SlowClient from error
-
-
-def _limits_of(request: web.Request, body: bytes) -> CallLimits:
-    """The limits of a request: pieces of an answer that is no stream have no shorter one."""
-    limits = request.app[LIMITS]
-    if is_stream(body):
-        return limits
-    return replace(limits, first_s=limits.whole_s, silence_s=limits.whole_s)
 
 
 def with_model(body: bytes, model: str) -> bytes:

@@ -7,9 +7,10 @@
       └───────────────────────────────┼──────────────one success────────────────────┘ │
                                       └──────────────one failure──────────────────────┘
 
-So a replica that always fails gets `FAILURES` requests and then one in ever longer times. At most
-half of the replicas are left out, and none where there is one only: if all fail, the cause is no
-replica's own. Source: the outlier detection of Envoy, consecutive gateway failures.
+On trial it gets one request at a time. So a replica that always fails gets `FAILURES` requests, if
+they come one after another, and then one in ever longer times. At most half of the replicas are
+left out, and none where there is one only: if all fail, the cause is no replica's own. Source: the
+outlier detection of Envoy, consecutive 5xx; there, a replica that comes back is on no trial.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class Outlier:
     def is_left_out(self, now: float) -> bool:
         """Returns whether the replica gets no requests now."""
         return now < self.until
+
+    def takes(self, now: float, *, requests: int) -> bool:
+        """Returns whether the replica gets one more request now, besides ``requests``."""
+        on_trial = self.times > 0
+        return not self.is_left_out(now) and not (on_trial and requests)
 
     def report(self, *, ok: bool, now: float, may_leave_out: bool) -> None:
         """Counts a request that ended. Those that began before the replica was left out change

@@ -266,9 +266,10 @@ class ReplicaSet:
         many more requests than others. None if there is none.
 
         Replicas that hold ``version`` come first. Where all of them are left out because they
-        failed, those of the version that serves come next, and then they themselves. For a request
-        that was tried on those ``without``, only sound ones of the two versions come: no other
-        version gets a request because a replica failed.
+        failed, or busy with a trial, those of the version that serves come next, and then they
+        themselves. For a request that was tried on those ``without``, only sound ones of the two
+        versions come: no other version gets a request because a replica failed. Without ``version``
+        any replica may come, as for a first try.
         """
         now = time.monotonic()
         open_ = [m for m in self._members if m.held is not None and not m.draining]
@@ -279,7 +280,7 @@ class ReplicaSet:
                 [m for m in pools[0] if m.held is not None and m.held.version == wanted]
                 for wanted in (version, serving)
             ]
-        sound = [[m for m in pool if not m.outlier.is_left_out(now)] for pool in pools]
+        sound = [[m for m in pool if m.outlier.takes(now, requests=m.requests)] for pool in pools]
         rest = [] if without else [*pools, open_]
         chosen = next(filter(None, [*sound, *rest]), None)
         if chosen is None:

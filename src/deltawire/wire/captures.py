@@ -91,6 +91,8 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     broken_calls: int = 0
     marks: Annotated[list[Mark], Meta(max_length=16)] = []
     text: bytes = b""
+    retried: bool = False
+    """A replica failed to answer, and another one got the request."""
 
     @property
     def asked_at(self) -> float:

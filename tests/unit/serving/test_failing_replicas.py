@@ -2,23 +2,37 @@
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 from fake_replica import FakeVllm
-from live_gateway import live_serving, published, rows_in
+from live_gateway import live_serving, published
 
+from deltawire.serving import outlier as outlier_module
 from deltawire.serving import replica_set as replica_sets
-from deltawire.serving.app import CallLimits, build_app
+from deltawire.serving.app import (
+    KEY,
+    LIMITS,
+    REPLICAS,
+    SESSION,
+    CallLimits,
+    Tries,
+    _pieces_of,
+    build_app,
+    call_replica,
+)
 from deltawire.serving.outlier import FAILURES, LEFT_OUT_AT_MOST_S, LEFT_OUT_S, Outlier
 from deltawire.serving.replica import HeldVersion
 from deltawire.serving.replica_set import LEAST_LOAD, ReplicaSet, TargetVersion
 from deltawire.serving.vllm import VllmReplica
 from deltawire.testing.tiny import start_run
 
-QUICK = CallLimits(connect_s=2.0, first_s=0.3, silence_s=0.3, whole_s=0.3)
+QUICK = CallLimits(connect_s=10.0, first_s=2.0, silence_s=2.0, whole_s=2.0)
+"""Enough for a sound replica on a busy machine; each test waits for a hanging one once or twice."""
 PATIENT = CallLimits()
 
 
@@ -70,7 +84,9 @@ async def front(bucket, *, count=2, limits=PATIENT):
                 await fake.server.close()
 
 
-def test_a_replica_that_always_fails_is_left_out_and_no_client_sees_it(bucket):
+def test_a_replica_that_always_fails_is_left_out_and_no_client_sees_it(bucket, monkeypatch):
+    monkeypatch.setattr(outlier_module, "LEFT_OUT_S", LEFT_OUT_AT_MOST_S)
+
     async def scenario():
         async with front(bucket) as (ask, fakes, replicas):
             fakes[0].status = 500
@@ -96,10 +112,9 @@ def test_if_all_replicas_fail_half_of_them_stay(bucket):
             fakes[0].status = 200
             assert (await ask(prompt="x"))[0] == 200
         async with front(bucket, count=2) as (ask, fakes, replicas):
-            for fake in fakes:
-                fake.status = 500
+            fakes[0].status, fakes[1].status = 500, 503
             for _ in range(3 * FAILURES):
-                assert (await ask(prompt="x"))[0] == 500
+                assert (await ask(prompt="x"))[0] in (500, 503)
             messages = [bool(one.loading_state.message) for one in replicas.state().replicas]
             assert sorted(messages) == [False, True]
 
@@ -111,10 +126,10 @@ def test_a_replica_that_hangs_is_given_up_and_another_one_answers(bucket):
         async with front(bucket, limits=QUICK) as (ask, fakes, _):
             fakes[0].hangs = True
             for stream in (True, False):
-                for _ in range(4):
-                    status, body = await ask(prompt="x", stream=stream)
-                    assert status == 200
-                    assert body.endswith(b"[DONE]\n\n")
+                status, body = await ask(prompt="x", stream=stream)
+                assert status == 200
+                assert body.endswith(b"[DONE]\n\n")
+            assert fakes[0].asked > 0
 
     asyncio.run(scenario())
 
@@ -142,6 +157,125 @@ def test_a_request_is_tried_on_two_replicas_at_most(bucket):
             assert sum(fake.asked for fake in fakes) == 2
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("status", [500, 501])
+def test_what_a_request_causes_on_each_replica_leaves_none_out(bucket, status):
+    async def scenario():
+        async with front(bucket, count=4) as (ask, fakes, replicas):
+            for fake in fakes:
+                fake.status = status
+            for _ in range(4 * FAILURES):
+                assert (await ask(prompt="x"))[0] == status
+            tries = 1 if status == 501 else 2
+            assert sum(fake.asked for fake in fakes) == tries * 4 * FAILURES
+            assert not any(one.loading_state.message for one in replicas.state().replicas)
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_lists_its_model_still_fails_its_answers(bucket):
+    async def scenario():
+        async with front(bucket, count=2) as (ask, fakes, replicas):
+            fakes[0].status = 500
+            for _ in range(FAILURES):
+                assert (await ask(prompt="x"))[0] == 200
+                assert (await ask("/v1/models"))[0] == 200
+            assert replicas._members[0].outlier.is_left_out(time.monotonic())
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [True, 1])
+def test_a_stream_may_pause_for_longer_than_its_first_piece_may_take(bucket, stream):
+    limits = CallLimits(connect_s=10.0, first_s=2.0, silence_s=30.0, whole_s=2.0)
+
+    async def scenario():
+        async with front(bucket, count=1, limits=limits) as (ask, fakes, _):
+            asked = asyncio.ensure_future(ask(prompt="x", stream=stream, wait=True))
+            await fakes[0].started.wait()
+            await asyncio.wait([asked], timeout=limits.first_s + 0.5)
+            fakes[0].finish.set()
+            assert (await asked)[0] == 200
+
+    asyncio.run(scenario())
+
+
+class SlowContent:
+    """The content of an answer whose 30 pieces take 1.5 s together."""
+
+    def __init__(self):
+        self.content, self._left = self, 30
+
+    async def readany(self):
+        await asyncio.sleep(0.05)
+        self._left -= 1
+        return b"piece" if self._left >= 0 else b""
+
+
+@pytest.mark.parametrize("silence_s", [None, 30.0])
+def test_the_pieces_of_a_whole_answer_share_one_limit(silence_s):
+    async def scenario():
+        deadline = asyncio.get_running_loop().time() + 1.0
+        return [piece async for piece in _pieces_of(SlowContent(), deadline, silence_s)]
+
+    if silence_s is None:
+        with pytest.raises(TimeoutError):
+            asyncio.run(scenario())
+    else:
+        assert len(asyncio.run(scenario())) == 30
+
+
+def stub_request():
+    """As much of a request for an answer as its tries and its call read."""
+    route = SimpleNamespace(resource=SimpleNamespace(canonical="/v1/completions"))
+    return SimpleNamespace(
+        app={KEY: ""},
+        match_info=SimpleNamespace(route=route),
+        method="POST",
+        headers={},
+        query={},
+    )
+
+
+def test_a_status_whose_body_breaks_off_is_one_failure():
+    reports = []
+    replicas = SimpleNamespace(report=lambda member, *, ok: reports.append((member, ok)))
+    request = stub_request()
+    request.app[REPLICAS] = replicas
+    tries = Tries(request)
+    tries.answered("member", 500)
+    tries.failed("member")
+    tries.close()
+    assert reports == [("member", False)]
+
+
+def test_the_headers_and_the_first_piece_of_a_stream_share_one_limit():
+    class SlowAnswer(SlowContent):
+        async def readany(self):
+            await asyncio.sleep(0.6)
+            return b"piece"
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *_):
+            return None
+
+    async def answer_slowly(*_, **__):
+        await asyncio.sleep(0.6)
+        return SlowAnswer()
+
+    async def scenario():
+        request = stub_request()
+        request.app[LIMITS] = CallLimits(first_s=1.0)
+        request.app[SESSION] = SimpleNamespace(request=answer_slowly)
+        member = SimpleNamespace(replica=SimpleNamespace(base_url=""))
+        async with call_replica(request, member, b"", stream=True) as (_, pieces):
+            await anext(pieces)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(scenario())
 
 
 def test_what_a_client_did_wrong_is_no_failure_of_a_replica(bucket):
@@ -221,6 +355,28 @@ def test_no_untested_version_answers_because_a_replica_failed(bucket):
     asyncio.run(scenario())
 
 
+def test_a_replica_on_trial_gets_one_request_at_a_time(bucket):
+    async def scenario():
+        async with front(bucket) as (_, _, replicas):
+            member, other = replicas._members
+            for _ in range(FAILURES):
+                replicas.report(member, ok=False)
+            member.outlier.until = 0.0
+            replicas.begin(other)
+            assert replicas.pick() is member
+            replicas.begin(member)
+            for _ in range(5):
+                assert replicas.pick() is other
+                replicas.begin(other)
+            replicas.end(member)
+            assert replicas.pick() is member
+            replicas.report(member, ok=True)
+            replicas.begin(member)
+            assert replicas.pick() is member
+
+    asyncio.run(scenario())
+
+
 def test_an_outlier_comes_back_on_trial_and_is_left_out_longer_each_time():
     outlier, now, waits = Outlier(), 0.0, []
     for _ in range(FAILURES - 1):
@@ -253,13 +409,16 @@ def test_an_answer_that_another_replica_gave_is_stored_once_and_as_no_failure(
         serving = live_serving(bucket, tmp_path, monkeypatch, replicas=2, limits=QUICK)
         async with serving as gateway:
             gateway.fakes[0].mode = mode
-            for number in range(6):
-                status, data, _ = await gateway.ask(f"question {number}", stream=stream)
+            count = 0
+            while not gateway.fakes[0].seen:
+                assert count < 12, "each request went to the other one at once"
+                status, data, _ = await gateway.ask(f"question {count}", stream=stream)
                 assert status == 200
                 assert b'"receipt"' in data
-            assert gateway.fakes[0].seen, "each request went to the other one at once"
+                count += 1
             captures, _ = await gateway.uploaded()
-            assert [one.finish for one in captures] == ["stop"] * 6
+            assert [one.finish for one in captures] == ["stop"] * count
+            assert [one.retried for one in captures] == [False] * (count - 1) + [True]
             assert gateway.recorder.counts["broken"] == 0
 
     asyncio.run(scenario())
@@ -274,8 +433,7 @@ def test_an_answer_that_no_replica_gave_is_one_failure(bucket, tmp_path, monkeyp
             status, _, _ = await gateway.ask("question")
             assert status in (500, 503)
             assert sum(len(fake.seen) for fake in gateway.fakes) == 2
-            await gateway.uploaded()
-            captures, _ = rows_in(gateway.bucket)
-            assert [one.finish for one in captures] in ([], ["error"])
+            captures, _ = await gateway.uploaded()
+            assert [one.finish for one in captures] == ["error"]
 
     asyncio.run(scenario())

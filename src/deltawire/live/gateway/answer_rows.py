@@ -24,7 +24,8 @@ from deltawire.wire.receipts import Receipt
 class ServedRequest:
     """A request that is being answered: its conversation and user as pseudonyms, whether it may be
     stored, and who the product says it is for. Requests of one ``affinity`` go to one replica.
-    ``known`` says that the user was not forgotten."""
+    ``known`` says that the user was not forgotten, ``retried`` that a replica failed and another
+    got the request."""
 
     asked: AskedAnswer
     conversation: str
@@ -35,6 +36,7 @@ class ServedRequest:
     cohort: str = ""
     affinity: str = ""
     known: bool = True
+    retried: bool = False
     began: float = field(default_factory=time.time)
 
     @property
@@ -80,6 +82,7 @@ def capture_row(
         drawn=None if usable else drawn_tokens(reader, choice),
         first_s=first_s,
         total_s=receipt.at - served.began,
+        retried=served.retried,
         calls=len(choice.calls),
         broken_calls=choice.broken_calls,
         marks=marks_of("".join(choice.text), calls=len(choice.calls)),
@@ -120,4 +123,5 @@ def judged_row(
         unusable=why,
         first_s=first_s,
         total_s=receipt.at - served.began,
+        retried=served.retried,
     )

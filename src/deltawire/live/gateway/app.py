@@ -44,22 +44,20 @@ from deltawire.live.gateway.shadow import RequestCopy, ShadowCopies, facts_of
 from deltawire.serving.app import (
     ANSWER,
     KEY,
-    LIMITS,
     MODEL,
     REPLICAS,
     SERVER_ERROR,
     SESSION,
     WRITE_WITHIN_S,
+    Tries,
     break_off,
     call_replica,
-    count_failure,
     error_answer,
     headers_for,
     is_admin,
     json_answer,
     needs,
     path_of,
-    pieces_of,
     session_of,
     to_replica,
     with_model,
@@ -233,6 +231,7 @@ class _LiveExchange:
         self._began = time.monotonic()
         self._first_s = 0.0
         self._has_row = False
+        self._was_tried = False
         self._storing: asyncio.Future[list[str]] | None = None
         self.facts: AnswerFacts | None = None
         """The facts of the answer once it has ended, by its end or by the replica's failure."""
@@ -271,8 +270,11 @@ class _LiveExchange:
             self._served = replace(served, assignment=assignment)
 
     async def __call__(
-        self, request: web.Request, member: TrackedReplica, body: bytes, may_retry: bool
+        self, request: web.Request, member: TrackedReplica, body: bytes, tries: Tries
     ) -> web.StreamResponse:
+        if self._was_tried and not self._served.retried:
+            self._served = replace(self._served, retried=True)
+        self._was_tried = True
         answer: web.StreamResponse | None = None
         replicas, held = request.app[REPLICAS], member.held
         self._confirmed = lambda: replicas.confirm(member, held)
@@ -280,20 +282,20 @@ class _LiveExchange:
         if held is not None:
             body = for_engine(body, held.engine, chat=self._served.asked.chat)
         try:
-            async with call_replica(request, member, body) as upstream:
+            stream = self._served.asked.stream
+            async with call_replica(request, member, body, stream=stream) as (upstream, pieces):
                 headers = headers_for(request, member, upstream)
                 if upstream.status >= SERVER_ERROR:
-                    count_failure(request, member, may_retry=may_retry)
+                    tries.answered(member, upstream.status)
                 if upstream.status == 200 and "event-stream" in headers.get("Content-Type", ""):
-                    pieces = pieces_of(upstream, request.app[LIMITS])
                     first = await anext(pieces, b"")
                     answer = web.StreamResponse(headers=headers)
                     await answer.prepare(request)
                     await self._stream(request, first, pieces, answer)
                 else:
-                    answer = await self._whole(upstream, headers)
+                    answer = await self._whole(upstream, pieces, headers)
                 if upstream.status < SERVER_ERROR:
-                    replicas.report(member, ok=True)
+                    tries.answered(member, upstream.status)
                 return answer
         except aiohttp.ClientConnectorError:
             raise
@@ -303,7 +305,8 @@ class _LiveExchange:
             if isinstance(error, _ClientLeft) or transport is None or transport.is_closing():
                 self.end(LEFT, "the client left")
             else:
-                count_failure(request, member, may_retry=may_retry and answer is None)
+                tries.may_retry &= answer is None
+                tries.failed(member)
                 self._recorder.counts["broken"] += 1
                 self.end(FAILED, f"the replica failed: {type(error).__name__}")
             return break_off(request, member, answer, error)
@@ -324,9 +327,12 @@ class _LiveExchange:
         return await asyncio.shield(self._storing)
 
     async def _whole(
-        self, upstream: aiohttp.ClientResponse, headers: dict[str, str]
+        self,
+        upstream: aiohttp.ClientResponse,
+        pieces: AsyncIterator[bytes],
+        headers: dict[str, str],
     ) -> web.StreamResponse:
-        data = await _read_answer(upstream)
+        data = await _read_answer(pieces)
         self._first_s = time.monotonic() - self._began
         if upstream.status >= SERVER_ERROR or upstream.status in FAILURES:
             self.end(FAILED, f"the replica failed: status {upstream.status}")
@@ -418,9 +424,9 @@ async def _write(request: web.Request, answer: web.StreamResponse, data: bytes) 
         raise _ClientLeft from error
 
 
-async def _read_answer(upstream: aiohttp.ClientResponse) -> bytes:
+async def _read_answer(pieces: AsyncIterator[bytes]) -> bytes:
     data = bytearray()
-    async for piece in upstream.content.iter_any():
+    async for piece in pieces:
         data += piece
         if len(data) > MAX_ANSWER_BYTES:
             raise CorruptError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")

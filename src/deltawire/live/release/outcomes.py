@@ -151,7 +151,7 @@ class OutcomeRules:
         rows = []
         for answer, reports in answers:
             row = self.values(answer, reports)
-            if "error" in row and not drawn_by_its_arm(answer, decision):
+            if "error" in row and (answer.retried or not drawn_by_its_arm(answer, decision)):
                 row["error"] = 1.0
             rows.append(row)
         found = {name: max(row[name] for row in rows if name in row) for name in rows[0]}

@@ -120,6 +120,17 @@ def test_an_answer_that_ended_early_is_worse_than_silence(finish):
     assert rules.values(early, [])[METRIC] == 0.0 < rules.values(silent, [])[METRIC]
 
 
+@pytest.mark.parametrize(("arm", "version"), [(CANDIDATE, 2), (SERVING, 0)])
+def test_an_answer_that_a_second_replica_gave_is_an_error_in_each_arm(arm, version):
+    """A candidate with one replica cannot hide its failures, so the other arm may not either."""
+    rules = OutcomeRules(Canary().config.live)
+    decision = Canary().begin().log.newest
+    row = shown(1, arm, tokens=0, unusable=NOT_STORED, spans=[(version, 1)])
+    for retried in (False, True):
+        found = rules.outcome([(msgspec.structs.replace(row, retried=retried), [])], decision)
+        assert found["error"] == float(retried)
+
+
 def test_an_answer_that_may_not_be_stored_counts_for_what_is_known_of_it():
     canary = Canary().begin()
     canary.put(
