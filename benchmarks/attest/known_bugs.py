@@ -100,7 +100,7 @@ def doubly_transposed_experts(broken: bool) -> Named:
     old = drawn(0, experts=True)
     new = stepped(old, 1)
     (module,) = fleet(1, old)
-    load(module, {name: held for name, held in new.items() if not name.endswith(".down")})
+    load(module, {name: tensor for name, tensor in new.items() if not name.endswith(".down")})
     experts = range(Sharded.EXPERTS)
     fused = torch.stack([new[f"experts.{number}.down"].T for number in experts])
     for number in experts:
@@ -123,14 +123,14 @@ def dropped_chunk(broken: bool) -> Named:
         sent.append(name)
         if broken and (name, first) == ("up", 8):
             raise ConnectionError("the engine was restarting")
-        held[name][first : first + len(rows)] = rows
+        live[name][first : first + len(rows)] = rows
 
-    held = {name: weight.clone() for name, weight in old.items()}
+    live = {name: weight.clone() for name, weight in old.items()}
     for name, weight in new.items():
         for first in range(0, len(weight), 8):
             with suppress(ConnectionError):
                 apply(name, first, weight[first : first + 8])
-    load(module, held)
+    load(module, live)
     return _named(attest_engine([module], side(new, "version 1"), side(old, "version 0")))
 
 
@@ -149,7 +149,7 @@ class AdapterCache:
 
     def send(self, name: str, adapter: Weights, scale: float) -> None:
         """Takes the adapter of a new version under its name."""
-        self.staged[name] = ({n: held.clone() for n, held in adapter.items()}, scale)
+        self.staged[name] = ({n: tensor.clone() for n, tensor in adapter.items()}, scale)
         if not self._reuse:
             self.resident.pop(name, None)
 
@@ -158,7 +158,7 @@ class AdapterCache:
         if name not in self.resident:
             adapter, scale = self.staged[name]
             if not self._in_place:
-                adapter = {n: held.clone() for n, held in adapter.items()}
+                adapter = {n: tensor.clone() for n, tensor in adapter.items()}
             adapter["q.lora_B.weight"].mul_(scale)
             while len(self.resident) >= self._most:
                 self.resident.pop(next(iter(self.resident)))
@@ -200,14 +200,14 @@ def adapter_of_a_stale_cache(broken: bool) -> Named:
 
 def base_under_an_adapters_name(broken: bool) -> Named:
     """The engine is told to adapt other modules than the adapter has, and serves the base."""
-    base = {name: held for name, held in drawn(0).items() if name in ("q", "out")}
+    base = {name: tensor for name, tensor in drawn(0).items() if name in ("q", "out")}
     adapter = _adapter(0)
     delta = adapter["q.lora_B.weight"].float() @ adapter["q.lora_A.weight"].float()
     targets = {"out"} if broken else {"q", "out"}
 
     def merged(targets: set[str]) -> Weights:
         change = {"q": delta} if "q" in targets else {}
-        return {n: (held.float() + change.get(n, 0)).bfloat16() for n, held in base.items()}
+        return {n: (tensor.float() + change.get(n, 0)).bfloat16() for n, tensor in base.items()}
 
     reference = side(merged({"q"}), "version 1")
     return _named(attest_tensors(merged(targets), reference, side(base, "the base")))
@@ -243,9 +243,9 @@ def scales_of_the_last_version(broken: bool) -> Named:
     """An update without the scales of fp8 blocks keeps those that were saved before it."""
 
     def quantized(weights: Weights) -> Weights:
-        held = weights["down"].float()
-        scale = held.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
-        codes = (held / scale).to(torch.float8_e4m3fn)
+        tensor = weights["down"].float()
+        scale = tensor.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+        codes = (tensor / scale).to(torch.float8_e4m3fn)
         return {"down.weight": codes, "down.weight_scale_inv": scale}
 
     old = drawn(0)
@@ -265,9 +265,9 @@ def experts_exchanged_between_ranks(broken: bool) -> Named:
     for module in modules:
         rank = module.rank
         module.rank = 1 - rank if broken else rank
-        load(module, {name: held for name, held in new.items() if name.startswith("experts.")})
+        load(module, {name: tensor for name, tensor in new.items() if name.startswith("experts.")})
         module.rank = rank
-        load(module, {name: held for name, held in new.items() if "experts." not in name})
+        load(module, {name: tensor for name, tensor in new.items() if "experts." not in name})
     return _named(attest_engine(modules, side(new, "version 1"), side(old, "version 0")))
 
 

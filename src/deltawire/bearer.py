@@ -16,5 +16,6 @@ def bears(header: str, token: str) -> bool:
         bears(request.headers.get("Authorization", ""), token)
     """
     scheme, _, given = header.partition(" ")
-    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
+    given = given.lstrip(" ")  # One space or more (RFC 7235, section 2.1); the rest is the token.
+    same = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
     return same and bool(token) and scheme.lower() == "bearer"

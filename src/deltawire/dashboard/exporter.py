@@ -295,7 +295,9 @@ def application(collector: RunCollector, *, token: str) -> Application:
     def answer(environ: dict[str, Any], start: Start) -> Iterable[bytes]:
         if environ.get("REQUEST_METHOD") != "GET":
             return _refuse(start, "405 Method Not Allowed")
-        if token and not bears(str(environ.get("HTTP_AUTHORIZATION", "")), token):
+        header = str(environ.get("HTTP_AUTHORIZATION", ""))  # WSGI decodes bytes as latin-1.
+        header = header.encode("latin-1").decode("utf-8", "surrogateescape")
+        if token and not bears(header, token):
             return _refuse(start, "401 Unauthorized", ("WWW-Authenticate", "Bearer"))
         if environ.get("PATH_INFO") != "/metrics":
             return _refuse(start, "404 Not Found")

@@ -201,7 +201,7 @@ def lines_of(report: SimulationReport) -> list[tuple[str, str]]:
     rows += [
         (
             f"planted: {kind}",
-            f"version {version} was in no candidate; a longer run, or a faster machine, shows it",
+            f"version {version} was in no candidate; a longer run or a faster machine may show it",
         )
         for kind, version in report.planted.items()
         if not any(kind in one.planted.split(", ") for one in report.candidates)

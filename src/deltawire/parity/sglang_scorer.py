@@ -71,7 +71,7 @@ class SglangScorer:
         del seed
         made = self._generate([list(prompt) for prompt in prompts], count=count, temperature=1.0)
         pairs = zip(prompts, made, strict=True)
-        return [DrawnSequence(prompt, tuple(one["output_ids"])) for prompt, one in pairs]
+        return [DrawnSequence(prompt, tuple(answer["output_ids"])) for prompt, answer in pairs]
 
     def score(
         self,
@@ -89,14 +89,14 @@ class SglangScorer:
             )
         inputs = [[*sequence.prompt, *sequence.tokens] for sequence in sequences]
         made = self._generate(inputs, count=1, temperature=0.0, return_logprob=True)
-        found = []
-        for ids, one, sequence in zip(inputs, made, sequences, strict=True):
-            entries = one["meta_info"]["input_token_logprobs"]
+        scores = []
+        for ids, answer, sequence in zip(inputs, made, sequences, strict=True):
+            entries = answer["meta_info"]["input_token_logprobs"]
             if [token for _, token, *_ in entries] != ids:
                 raise InputError(f"{self.name} does not score every token of its prompt")
             values = [logprob for logprob, *_ in entries[len(sequence.prompt) :]]
-            found.append(Scores(np.array(values, np.float64)))
-        return found
+            scores.append(Scores(np.array(values, np.float64)))
+        return scores
 
     def _generate(
         self, prompts: list[list[int]], *, count: int, temperature: float, **options: Any

@@ -193,6 +193,30 @@ def test_a_tensor_that_no_rank_holds_and_a_parameter_that_no_digest_reads():
     assert "no digest reads the live parameter head_of_draft" in report.notes
 
 
+@pytest.mark.parametrize(
+    ("error", "verdicts"), [(ValueError("computed"), ["not readable"]), (KeyError("gate"), [])]
+)
+def test_the_copy_of_a_draft_does_not_stand_for_that_of_the_model(error, verdicts):
+    model, draft = (Fleet("dense", 1) for _ in range(2))
+    reference, loader = model.side(), model.modules[0].load_weights
+
+    def stop_at_gate(weights):
+        for name, tensor in weights:
+            if name == "gate":
+                raise error
+            yield name, tensor
+
+    model.modules[0].__dict__["load_weights"] = lambda weights: loader(stop_at_gate(weights))
+    request = msgspec.json.encode(AttestRequest([s.spec for s in reference.digests.tensors]))
+    answer = answer_of(
+        model.modules[0], request.decode(), 0, draft=draft.modules[0], one_checkpoint=True
+    )
+    report = compare_engine("the engine", [answer], reference)
+    assert [t.verdict for t in report.tensors if t.name == "gate" and t.verdict != "equal"] == (
+        verdicts
+    )
+
+
 @pytest.fixture
 def server(request):
     """A server that answers as vLLM's does; what it answers is set on it."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from deltawire.engines.base import Sampling, Truncation
+from deltawire.engines.following import http_calls as engine_calls
 from deltawire.engines.following.http_calls import Refusing
 from deltawire.engines.following.parameter_sums import changes_after_loading
 from deltawire.engines.following.refusals import refuse_changed
@@ -211,6 +212,25 @@ def test_a_drained_swap_waits_for_sequences_and_starts_none() -> None:
     assert not in_flight.draining
 
 
+def test_a_prompt_in_chunks_goes_on_alone_while_a_swap_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler: Any = Scheduler()
+    scheduler.waiting_queue, scheduler.chunked_req = ["waits"], "chunked"
+    controller: Any = SimpleNamespace(in_flight=SimpleNamespace(draining=True))
+    monkeypatch.setattr(hooks, "_held", [controller])
+
+    def batch_of(scheduler: Any, _running: Any) -> list[Any]:
+        started = [scheduler.chunked_req, *scheduler.waiting_queue]
+        scheduler.waiting_queue = ["preempted"]
+        return started
+
+    assert hooks.around_prefill(batch_of, scheduler, None) == ["chunked"]
+    assert scheduler.waiting_queue == ["waits", "preempted"]
+    controller.in_flight.draining = False
+    assert hooks.around_prefill(batch_of, scheduler, None) == ["chunked", "waits", "preempted"]
+
+
 def test_commands_are_taken_out_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     handled: list[Command] = []
     controller: Any = SimpleNamespace(handle=handled.append, commands=lambda: [Command(3, False)])
@@ -225,17 +245,27 @@ def test_commands_are_taken_out_of_the_requests(monkeypatch: pytest.MonkeyPatch)
     assert hooks.before_requests(scheduler, ["a"]) is None
 
 
-def test_calls_that_would_relabel_tokens_answer_with_a_refusal() -> None:
-    pytest.importorskip("aiohttp")
+def test_calls_that_would_relabel_tokens_answer_with_a_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sent: list[Any] = []
+
+    def refusal(_content: Any, status: int) -> Any:
+        async def refuse(scope: Any, _receive: Any, _send: Any) -> None:
+            sent.append((scope["path"], status))
+
+        return refuse
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         sent.append(scope["path"])
 
     refusing = Refusing(app, http_calls.FORBIDDEN)
-    scope = {"type": "http", "path": "/generate"}
-    asyncio.run(refusing(scope, None, None))
-    assert sent == ["/generate"]
+    monkeypatch.setattr(engine_calls, "_json", refusal)  # Starlette is the engine's.
+    label = "/update_weight_version"
+    for path, root in [("/generate", ""), (label, ""), (f"/api{label}", "/api"), (label, "/api")]:
+        scope = {"type": "http", "path": path, "root_path": root}
+        asyncio.run(refusing(scope, None, None))
+    assert sent == ["/generate", (label, 409), (f"/api{label}", 409), (label, 409)]
     assert {"/update_weight_version", "/release_memory_occupation"} <= http_calls.FORBIDDEN
 
 

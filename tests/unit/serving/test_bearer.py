@@ -20,3 +20,8 @@ def test_nothing_else_is_the_token(header: str) -> None:
 
 def test_an_empty_token_is_nobodys() -> None:
     assert not bears("Bearer ", "")
+
+
+def test_spaces_before_the_token_do_not_count_and_those_in_it_do() -> None:
+    assert bears("Bearer   secret ", "secret ")
+    assert not bears("Bearer secret ", "secret")

@@ -73,7 +73,10 @@ class Refusing:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers, or passes the request on."""
-        if scope["type"] == "http" and scope["path"] in self._forbidden:
+        if (
+            scope["type"] == "http"
+            and scope["path"].removeprefix(scope.get("root_path", "")) in self._forbidden
+        ):
             await _json({"error": REFUSAL}, 409)(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -33,9 +33,9 @@ def open_followed(
     """Starts a server of ``model``, from `shape_of`, and has it serve the newest version.
 
     The server fetches the weights; this process reads only the manifests, and holds the server to
-    their digests. Raises `InputError` if the run
-    has no version, or routes are asked for of a model without experts, or the server does not come
-    up; `ResyncError` if it does not reach the version, or reaches it with another digest.
+    their digests. Raises `InputError` if the run has no version, or routes are asked for of a model
+    without experts, or the server does not come up; `ResyncError` if it does not reach the version,
+    or reaches it with another digest.
     """
     experts = experts_of(model.config) if request.record_routes else None
     steps = ManifestFollower(RetryingBucket(request.bucket), request.run)

@@ -68,16 +68,16 @@ def record_changes(model: torch.nn.Module, before: Mapping[str, ParameterSum]) -
 def changes_after_loading(model: torch.nn.Module) -> dict[str, str] | None:
     """Returns the parameters of more than one element that the engine changed after loading, and
     how; None if that was not observed."""
-    found: dict[str, str] | None = model.__dict__.get(_CHANGES)
-    return found
+    changes: dict[str, str] | None = model.__dict__.get(_CHANGES)
+    return changes
 
 
-def _sum_of(held: torch.Tensor) -> int:
+def _sum_of(tensor: torch.Tensor) -> int:
     """Sums modulo 2^64; allocates a few times `_CHUNK_ELEMENTS`, and a copy if not contiguous."""
-    bits = held.contiguous().view(-1).view(CARRIER[held.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=held.device)
+    bits = tensor.contiguous().view(-1).view(CARRIER[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for first in range(0, bits.numel(), _CHUNK_ELEMENTS):
         part = bits[first : first + _CHUNK_ELEMENTS].to(torch.int64)
-        places = torch.arange(first, first + part.numel(), device=held.device)
+        places = torch.arange(first, first + part.numel(), device=tensor.device)
         total += ((part + 1) * ((places * _ODD) | 1)).sum()
     return int(total)

@@ -21,12 +21,12 @@ def report_rank(model: torch.nn.Module, rank: RankWeights, engine: Kind) -> None
         before.stop()
     if not rank.settings.report:
         return
-    found, last = weakref.ref(rank), (-1, "")
+    weights, last = weakref.ref(rank), (-1, "")
 
     def state() -> tuple[int, str]:
         nonlocal last
-        if (held := found()) is not None:
-            last = held.version, held.status()["failure"]
+        if (live := weights()) is not None:
+            last = live.version, live.status()["failure"]
         return last
 
     reporter = ReaderReporter(

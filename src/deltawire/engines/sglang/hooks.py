@@ -122,9 +122,16 @@ def around_result(original: Callable[..., Any], scheduler: Any, batch: Any, resu
 
 
 def around_prefill(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
-    """Starts no sequence while a swap waits for those that run."""
-    if not _held or not _held[0].in_flight.draining or scheduler.chunked_req is not None:
+    """Starts no sequence while a swap waits for those that run. A prompt that is read in chunks
+    goes on, without the requests that wait."""
+    if not _held or not _held[0].in_flight.draining:
         return original(scheduler, running_batch)
+    if scheduler.chunked_req is not None:
+        waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+        try:
+            return original(scheduler, running_batch)
+        finally:
+            scheduler.waiting_queue = [*waiting, *scheduler.waiting_queue]
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
     return NextBatchPlan(batch_to_run=None, running_batch=running_batch)

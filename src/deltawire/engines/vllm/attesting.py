@@ -23,6 +23,8 @@ from deltawire.placement.placement import Placement, Region, probe
 from deltawire.placement.reading import read_regions
 
 NOT_OBSERVED = "what vLLM changed after loading was not observed"
+UNKNOWN_NAME = ("the loader fails: KeyError", "no module or parameter named")
+"""Loaders of the engine fail with these texts if they do not know a name."""
 NOT_EXACT = "it is scaled or narrowed for the engine, so its bits cannot be read back"
 
 
@@ -84,19 +86,33 @@ def _with_draft(
     asked: AttestRequest,
     context: Callable[[], AbstractContextManager[Any]] | None,
 ) -> RankParts:
-    """Adds what a draft model holds; without a ``context`` only the names of its parameters."""
+    """Adds what a draft model holds; without a ``context`` only the names of its parameters.
+
+    A tensor that the model knows, and does not only copy, is not readable in the draft either: one
+    copy says nothing of the other.
+    """
     read = None
     if context is not None:
         with suppress(InputError):  # Its loader cannot be observed.
             read = _read(draft, asked, answer.rank, context)
     if read is None:
-        read = RankParts(uncovered={n: held.numel() for n, held in draft.named_parameters()})
-    placed = {part.tensor for part in (*answer.parts, *read.parts)}
-    names = {asked.tensors[number].name for number in placed}
+        read = RankParts(uncovered={n: tensor.numel() for n, tensor in draft.named_parameters()})
+    names = {asked.tensors[part.tensor].name for part in read.parts}
+    unplaced = {
+        name: why
+        for name, why in answer.unplaced.items()
+        if name not in names or not any(text in why for text in UNKNOWN_NAME)
+    }
+    parts = [
+        msgspec.structs.replace(part, digest="", reason=why, impossible=False)
+        if (why := unplaced.get(asked.tensors[part.tensor].name))
+        else part
+        for part in read.parts
+    ]
     return RankParts(
         rank=answer.rank,
-        parts=[*answer.parts, *read.parts],
-        unplaced={n: why for n, why in answer.unplaced.items() if n not in names},
+        parts=[*answer.parts, *parts],
+        unplaced=unplaced,
         uncovered=answer.uncovered | {f"draft: {n}": count for n, count in read.uncovered.items()},
     )
 

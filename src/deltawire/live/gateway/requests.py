@@ -70,8 +70,8 @@ class AskedAnswer:
 
 
 def for_engine(body: bytes, engine: str, *, chat: bool) -> bytes:
-    """Returns a replica's body in the words of its engine: SGLang's chat endpoint states tokens
-    under other names, and refuses those of vLLM for streams."""
+    """Returns a body with the member names of a replica's engine: SGLang's chat endpoint states
+    tokens under other names, and refuses those of vLLM for streams."""
     if engine != "sglang" or not chat:
         return body
     asked = msgspec.json.decode(body)
