@@ -1,6 +1,6 @@
 """`retain.proofs` keeps what some intervals need to be computed again, whatever else is deleted."""
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 from blake3 import blake3
@@ -14,6 +14,7 @@ from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.trainer.proof_retention import ProofRetention
 from deltawire.rl.trainer.verify_intervals import TrainingInterval, verify_intervals
 from deltawire.rl.trainer.version_retention import VersionRetention
+from deltawire.runtime.heartbeat import HeartbeatWriter
 from deltawire.runtime.retained import read_retained
 from deltawire.store import retrying
 from deltawire.store.delegating import DelegatingBucket
@@ -126,10 +127,9 @@ def test_kept_intervals_are_verified_and_no_others_are_drawn(trained, capsys):
     assert set(found.not_checkable) | inside((c.origin, c.last) for c in found.checked) == set(
         range(1, VERSIONS + 1)
     )
-    for _ in range(3):
-        drawn = verify_intervals(trained, spot=1)
-        assert len(drawn.checked) == 1
-        assert set(drawn.checked) <= set(found.checked)
+    drawn = verify_intervals(trained, spot=1)
+    assert len(drawn.checked) == 1
+    assert set(drawn.checked) <= set(found.checked)
     assert main(["verify-training", trained.url, "--spot", "2"]) == 0
     assert "at most (1 − f)^2" in capsys.readouterr().out
 
@@ -226,6 +226,28 @@ def test_a_trainer_deletes_no_versions_while_a_mark_names_no_interval(tmp_path, 
     monkeypatch.setattr(VersionRetention, "start", lambda *args, **words: started.append(words))
     train(bucket, to=EVERY)
     assert not started
+
+
+@pytest.mark.parametrize("proofs", [0, 1])
+def test_a_choice_is_allowed_the_time_of_a_long_task(tmp_path, monkeypatch, proofs):
+    """It waits for uploads. Without intervals there is none."""
+    long_task, choose, tasks, chosen = HeartbeatWriter.long_task, ProofRetention.choose, [], []
+
+    @contextmanager
+    def noting(self, doing):
+        with long_task(self, doing):
+            tasks.append(doing)
+            yield
+            tasks.pop()
+
+    def noted(self, version):
+        chosen.append([*tasks])
+        choose(self, version)
+
+    monkeypatch.setattr(HeartbeatWriter, "long_task", noting)
+    monkeypatch.setattr(ProofRetention, "choose", noted)
+    train(start(tmp_path, proofs=proofs), to=EVERY)
+    assert chosen == 2 * proofs * [["choose intervals"]]
 
 
 def test_a_choice_at_a_stored_version_marks_nothing(tmp_path, monkeypatch):
