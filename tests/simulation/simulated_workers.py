@@ -140,7 +140,8 @@ class Groups:
         settled = self._settled.get(group)
         if settled is None:
             raise BrokenError(f"{by} deleted group {group}, which no version settled")
-        if settled > min(self._newest - KEPT_VERSIONS, self.checkpoints[-1]):
+        # The last two checkpoints are kept, and a trainer may resume from either.
+        if settled > min(self._newest - KEPT_VERSIONS, self.checkpoints[-2:][0]):
             raise BrokenError(f"{by} deleted group {group}, which a resumed trainer needs")
 
     def unsettled(self, before: float) -> list[tuple[str, int]]:

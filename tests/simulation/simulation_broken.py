@@ -153,6 +153,7 @@ BROKEN = [
     Broken(
         "a relay that does not look for its blobs after the commit",
         (_patch(Relay, "_keep_blobs", _nothing),),
+        rare=True,
     ),
     Broken(
         "a worker that counts from what is stored",

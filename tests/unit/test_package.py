@@ -271,7 +271,9 @@ FLAGS = {
     "budget": TRUST | {"--json"},
     "forecast": TRUST | {"--of", "--compute", "--from", "--like", "--plot", "--json"},
     "watch": TRUST | {"--port", "--no-browser", "--cache"},
-    "attest": TRUST | {"--against", "--also", "--watch", "--token-file", "--json"},
+    "attest": TRUST
+    | {"--against", "--also", "--watch", "--token-file", "--json"}
+    | {"--black-box", "--error", "--model", "--prompts"},
     "parity": TRUST
     | {
         "--version",

@@ -57,7 +57,7 @@ class BlackBox:
 
     Example::
 
-        report = BlackBox(BlackBoxOptions(url=url, against="run@4"), ANY).check()
+        report = BlackBox(BlackBoxOptions(url=url, against="run@4"), trust).check()
     """
 
     def __init__(self, options: BlackBoxOptions, trust: ReaderTrust) -> None:
