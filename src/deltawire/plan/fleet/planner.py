@@ -200,7 +200,7 @@ def make_plan(request: PlanRequest, model: Model, rates: Rates, *, changed: floa
         kept_days=request.kept_days,
         proof_bytes=proof_bytes(request, model.parameters),
         whole_dollars_a_day=whole_own + sum(region.whole_dollars_a_day for region in regions),
-        accelerators=sum(one.accelerators for one in (request.trainer, *request.regions)),
+        accelerators=request.trainer.accelerators + sum(one.accelerators for one in regions),
         accelerator_dollars_a_day=_accelerator_dollars(request),
         costs=bill.lines,
         warnings=_warnings(described),
