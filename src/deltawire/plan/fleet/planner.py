@@ -163,9 +163,7 @@ def make_plan(request: PlanRequest, model: Model, rates: Rates, *, changed: floa
     store, whole = request.store(request.trainer.store), amounts.whole(writer.ranks, 1.0)
     own = _own_dollars(store, amounts, published, versions)
     whole_own = _own_dollars(store, whole, publish(whole, writer), versions)
-    pause_s = max(
-        follow(amounts, readers).hops[-1].seconds for readers in described.readers.values()
-    )
+    pauses_s = [follow(amounts, one).hops[-1].seconds for one in described.readers.values()]
     return FleetPlan(
         name=request.name,
         goal_s=request.goal_s,
@@ -192,7 +190,7 @@ def make_plan(request: PlanRequest, model: Model, rates: Rates, *, changed: floa
         engines=engines,
         engines_needed=engines_needed(
             batch=rollouts.batch, seconds=rollouts.seconds, per_engine=rollouts.per_engine,
-            step_s=request.trainer.step_s, pause_s=pause_s,
+            step_s=request.trainer.step_s, pause_s=max(pauses_s),
         ),
         versions_a_day=versions,
         version_dollars_a_day=own + sum(region.version_dollars_a_day for region in regions),
@@ -200,7 +198,8 @@ def make_plan(request: PlanRequest, model: Model, rates: Rates, *, changed: floa
         kept_days=request.kept_days,
         proof_bytes=proof_bytes(request, model.parameters),
         whole_dollars_a_day=whole_own + sum(region.whole_dollars_a_day for region in regions),
-        accelerators=request.trainer.accelerators + sum(one.accelerators for one in regions),
+        accelerators=request.trainer.accelerators
+        + sum(region.accelerators for region in request.regions),
         accelerator_dollars_a_day=_accelerator_dollars(request),
         costs=bill.lines,
         warnings=_warnings(described),
