@@ -262,7 +262,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
     run = start_run(bucket)
     secret = options.pop("secret", None) or deployment_secret(bucket, run)
     reread = options.pop("reread", None)
-    limits = options.pop("limits", None)
+    limits = options.pop("call_limits", None)
     recorder = Recorder(
         bucket, run, folder, secret, Redaction(redact, on_failure=on_failure),
         RecorderOptions(**options), reread=reread,

@@ -98,7 +98,7 @@ def test_scores_equal_an_uncached_forward(experts, drawn):
     ("spec", "says"),
     [
         ("", "there is no engine ''"),
-        ("sglang", "there is no engine 'sglang'"),
+        ("llama.cpp", "there is no engine 'llama.cpp'"),
         ("transformers:fp8", "'fp8' is not known here"),
         ("transformers:eager:sdpa", "'sdpa' occurs twice"),
         ("vllm:decode", "'decode' is not known here"),

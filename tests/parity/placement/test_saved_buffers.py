@@ -205,6 +205,6 @@ def test_unpublishable_state_is_refused_by_name():
     with pytest.raises(InputError, match="_extra_state, which is neither a parameter nor a buffer"):
         CastWeights(Secret(), "BF16").specs()
     served = Odd()
-    served.short = served.short.float()
+    served.short = served.short.bfloat16()
     with pytest.raises(InputError, match="short is published as F16 and cannot be served as"):
         LiveWeights(served, CastWeights(Odd(), "BF16").specs())

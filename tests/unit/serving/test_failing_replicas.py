@@ -406,7 +406,7 @@ def test_an_answer_that_another_replica_gave_is_stored_once_and_as_no_failure(
     bucket, tmp_path, monkeypatch, mode, stream
 ):
     async def scenario():
-        serving = live_serving(bucket, tmp_path, monkeypatch, replicas=2, limits=QUICK)
+        serving = live_serving(bucket, tmp_path, monkeypatch, replicas=2, call_limits=QUICK)
         async with serving as gateway:
             gateway.fakes[0].mode = mode
             count = 0
@@ -426,7 +426,7 @@ def test_an_answer_that_another_replica_gave_is_stored_once_and_as_no_failure(
 
 def test_an_answer_that_no_replica_gave_is_one_failure(bucket, tmp_path, monkeypatch):
     async def scenario():
-        serving = live_serving(bucket, tmp_path, monkeypatch, replicas=2, limits=QUICK)
+        serving = live_serving(bucket, tmp_path, monkeypatch, replicas=2, call_limits=QUICK)
         async with serving as gateway:
             for fake, mode in zip(gateway.fakes, ("fail", "hang"), strict=True):
                 fake.mode = mode
