@@ -280,12 +280,13 @@ class MasterWeights:
     def state_hash(self) -> str:
         """Returns the BLAKE3 of the `state`: for each tensor, in the order of names, its name,
         dtype and shape as a line of JSON, and its bytes. Empty on several ranks, whose steps one
-        process does not compute again to the same bits.
+        process does not compute again to the same bits, and for sharded tensors.
         """
-        if self.mesh.ranks > 1:
+        state = self.state()
+        if self.mesh.ranks > 1 or any(isinstance(one, DTensor) for one in state.values()):
             return ""
         total = blake3(max_threads=torch.get_num_threads())
-        for name, tensor in sorted(self.state().items()):
+        for name, tensor in sorted(state.items()):
             dtype = str(tensor.dtype).removeprefix("torch.")
             total.update(msgspec.json.encode([name, dtype, list(tensor.shape)]) + b"\n")
             total.update(bytes_of(tensor.cpu()).data)

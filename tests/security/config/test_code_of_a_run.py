@@ -48,8 +48,8 @@ FROM_TABLES = {
     ("envs/sandbox/evaluator_server.py", "_evaluate"): "in a sandbox",
     ("config/own_code.py", "_loaded"): "the gate",
     ("engines/sglang/http_calls.py", "install"): "SGLang's own server",
-    ("engines/sglang/http_calls.py", "_json"): "a module of fastapi",
-    ("engines/sglang/private_server.py", "main"): "uvicorn",
+    ("engines/following/http_calls.py", "_json"): "a module of fastapi",
+    ("engines/following/unix_listening.py", "listen_on"): "uvicorn",
     ("launch/branches/envelopes.py", "require_libraries"): "the packages of the extra prove",
     ("launch/branches/rescoring.py", "load_reward"): "the file that the caller of rescore names",
 }

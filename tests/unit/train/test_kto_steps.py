@@ -14,6 +14,7 @@ from deltawire.train.batch import collate
 from deltawire.train.masters import MasterWeights
 from deltawire.train.reference import FrozenCopy, RecordedReference, SleepingCopy
 from deltawire.train.step import _TrainingStep, train_step
+from deltawire.train.stopping import never
 
 CPU = torch.device("cpu")
 KTO = LossConfig(surrogate="kto", advantage="given", aggregation="seq_mean_token_mean")
@@ -62,7 +63,7 @@ def test_a_step_is_the_same_over_micro_batches_and_optimizer_steps_share_its_poi
     train = train_config(minibatches=2)
     step = _TrainingStep.of(
         MasterWeights(copy.deepcopy(tiny), train), groups, RunConfig(name="t", train=train),
-        SleepingCopy(sharp(copy.deepcopy(tiny), seed=5), train, device=CPU), None, (),
+        SleepingCopy(sharp(copy.deepcopy(tiny), seed=5), train, device=CPU), None, (), never,
     )  # fmt: skip
     step.compute_old()
     step.compute_reference_point()
@@ -85,7 +86,9 @@ def test_the_point_is_never_below_zero(tiny):
         }
     )
     config = RunConfig(name="t", train=train_config())
-    step = _TrainingStep.of(MasterWeights(tiny, config.train), groups, config, above, None, ())
+    step = _TrainingStep.of(
+        MasterWeights(tiny, config.train), groups, config, above, None, (), never
+    )
     step.compute_old()
     step.compute_reference_point()
     assert step.reference_point == 0.0

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from deltawire.rl.rollout.group_numbers import MAX_UNGRANTED, next_sequence
 from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.rl.rollout.uploader import Uploader
-from deltawire.rl.rollout.worker import MAX_UNGRANTED, next_sequence
 from deltawire.store import open_bucket
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json

@@ -11,7 +11,7 @@ from heartbeats import make_heartbeat, put_heartbeat
 
 from benchmarks.scale import workers as fleet_of_workers
 from deltawire.rl.control import rollout_buffer, worker_guard
-from deltawire.rl.rollout.worker import next_sequence
+from deltawire.rl.rollout.group_numbers import next_sequence
 from deltawire.store import open_bucket
 from deltawire.testing.simulated import PAGE_KEYS, SimulatedBucket
 from deltawire.wire import keys
