@@ -214,7 +214,7 @@ def base_under_an_adapters_name(broken: bool) -> Named:
 
 
 def shard_of_another_rank(broken: bool) -> Named:
-    """Loaders of merged columns read the rank from an argument that nobody passes: 0."""
+    """Loaders of merged columns read the rank from an argument, whose default is 0."""
     old = drawn(0)
     new = stepped(old, 1)
     modules = fleet(2, old)

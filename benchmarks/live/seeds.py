@@ -1,4 +1,4 @@
-"""Seeds of ``deltawire simulate``: each is measured once, in a folder of its own, and then kept."""
+"""Runs ``deltawire simulate`` with many seeds, each once in its own folder; keeps the results."""
 
 from __future__ import annotations
 

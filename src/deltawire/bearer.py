@@ -8,8 +8,8 @@ import hmac
 def bears(header: str, token: str) -> bool:
     """Returns whether the value of an ``Authorization`` header gives this token.
 
-    The scheme may be written in any case (RFC 9110, section 11.1). An empty token is nobody's. The
-    time does not show where a wrong token differs.
+    The scheme may be written in any case (RFC 9110, section 11.1). No header gives an empty
+    token. The time does not show where a wrong token differs.
 
     Example::
 

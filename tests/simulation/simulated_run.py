@@ -454,7 +454,7 @@ class SimulatedRun:
         """Only a lease of another process of its name, or what it stored, ends a process."""
         held = self.store.objects.get(error.key or "")
         if held is None or held.by == name:
-            raise BrokenError(f"{name} was fenced, and nobody replaced it: {error}")
+            raise BrokenError(f"{name} was fenced, although no process replaced it: {error}")
 
     def _check_fenced(self, name: str, error: FencedError) -> None:
         """Only another one's version or lease, or a floor above its own, ends a trainer."""

@@ -140,7 +140,7 @@ def _score(scorer: Scorer) -> Score:
 
 
 def _fresh(vocabulary: int) -> Iterator[int]:
-    """Yields tokens that nobody can have asked for on purpose."""
+    """Yields random first tokens: earlier requests are unlikely to have begun with them."""
     while True:
         yield secrets.randbelow(vocabulary)
 

@@ -77,7 +77,7 @@ class Redaction:
         return Redacted(found, changed=found != texts)
 
     async def _call(self, redact: Redact, texts: list[str]) -> Sequence[str]:
-        """Calls the function in a thread of its own, which does not keep the process alive."""
+        """Calls the function in a new thread, which does not keep the process alive."""
         if self._running >= AT_ONCE + MOST_STUCK:
             raise RuntimeError("too many calls have not ended")
         loop = asyncio.get_running_loop()

@@ -1,10 +1,10 @@
-"""Keeps what computing some intervals of a run again needs: their groups, and states at both ends.
+"""Keeps what is needed to compute some intervals of a run again: groups, and states at both ends.
 
 An interval lies between two consecutive states of the trainer. Of all intervals of the run, those
 with the ``keep`` lowest ranks are kept: the rank is the BLAKE3 of the run's id and of the digests
-at both ends, so every interval has the same chance, nobody knows it before the interval ends, and
-every reader of the manifests can compute it. An interval that a new one replaces loses the mark at
-its end, then its groups, then its other mark. The next checkpoint removes its states.
+at both ends, so every interval has the same chance, the rank is not known before the interval ends,
+and every reader of the manifests can compute it. An interval that a new one replaces loses the mark
+at its end, then its groups, then its other mark. The next checkpoint removes its states.
 
 Each interval is marked before the state at its end is stored, because that may remove the one at
 its beginning. A stop at any point is harmless: the next checkpoint chooses again, from the marks.
