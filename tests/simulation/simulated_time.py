@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
+import numpy as np
 from greenlet import getcurrent, greenlet
 
 START_S = 1.8e9
@@ -377,7 +378,7 @@ def identity() -> int:
 
 
 def install() -> None:
-    """Replaces the clock, locks, threads and random numbers of Python, for good."""
+    """Replaces the clock, locks, threads, random numbers and new memory of Python, for good."""
     for name, value in (
         ("Thread", SimulatedThread),
         ("Lock", SimulatedLock),
@@ -393,6 +394,8 @@ def install() -> None:
     queue.time = uptime  # type: ignore[attr-defined]
     for name in ("monotonic", "perf_counter", "clock_gettime"):
         setattr(time, name, uptime)
+    # Readers skip what their memory already holds, and new memory holds what was there before.
+    np.empty = np.zeros
     time.time = wall_clock
     time.sleep = sleep
     random.random = drawn
