@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from deltawire.errors import InputError
+
 StoredLayout = Literal["compressed-tensors", "deepseek"]
 """The projects whose tensor names and shapes a quantized checkpoint has."""
 
@@ -61,6 +63,19 @@ EXPORTERS = {
 }
 """Exporters by the name that ``train.exporter`` gives. ``f32``: the scales of fp8 blocks are any
 float32. ``ct``: fp8 blocks are stored as compressed-tensors does, else as DeepSeek does."""
+
+
+def require_exporter(exporter: str) -> Exporter:
+    """Returns the exporter of that name; raises `InputError` for an unknown one.
+
+    A configuration that is read from a bucket is not asked: a newer release may know more.
+    """
+    if exporter not in EXPORTERS:
+        raise InputError(
+            f"there is no exporter {exporter[:80]!r}",
+            hint=f"set train.exporter to one of {', '.join(sorted(EXPORTERS))}",
+        )
+    return EXPORTERS[exporter]
 
 
 def is_exact(exporter: str) -> bool:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from deltawire import codec
 from deltawire.codec import Bits, Digest
-from deltawire.config.exporters import EXPORTERS
-from deltawire.errors import InputError
+from deltawire.config.exporters import require_exporter
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.wire.run import TensorSpec
 
@@ -89,12 +88,7 @@ class WeightSource(Protocol):
 
 def open_source(exporter: str, model: Any) -> WeightSource:
     """Opens the exporter of that name on ``model``; raises `InputError` for an unknown name."""
-    if exporter not in EXPORTERS:
-        raise InputError(
-            f"there is no exporter {exporter[:80]!r}",
-            hint=f"set train.exporter to one of {', '.join(sorted(EXPORTERS))}",
-        )
-    registered = EXPORTERS[exporter]
+    registered = require_exporter(exporter)
     module, _, name = registered.place.partition(":")
     settings = {} if registered.scheme is None else {"scheme": registered.scheme}
     source: WeightSource = getattr(importlib.import_module(module), name)(model, **settings)

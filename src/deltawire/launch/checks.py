@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltawire.config import RunConfig
+from deltawire.config.exporters import require_exporter
 from deltawire.envs.registry import require_tasks
 from deltawire.envs.scaffold import require_scaffold
 from deltawire.errors import InputError
@@ -25,6 +26,7 @@ def check_start(config: RunConfig) -> None:
     """
     check_model(config)
     check_positions(config)
+    require_exporter(config.train.exporter)
     require_tasks(config.task)
     for scaffold in (config.rollout.scaffold, *config.budget.scaffolds):
         require_scaffold(scaffold)

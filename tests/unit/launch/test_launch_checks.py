@@ -36,6 +36,16 @@ def model(tmp_path):
     return folder
 
 
+def test_an_unknown_exporter(tmp_path, capsys, model):
+    config = tmp_path / "run.toml"
+    text = TOML.format(path=model, environment="reasoning_gym")
+    config.write_text(f'{text}[train]\nexporter = "f61"\n')
+    assert main(["run", str(config), "--dry-run"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "there is no exporter 'f61'" in told
+    assert "bf16" in told
+
+
 def test_all_is_there(tmp_path, capsys, model):
     assert dry_run(tmp_path, capsys, model)[0] == 0
 

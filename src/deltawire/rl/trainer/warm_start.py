@@ -32,6 +32,9 @@ from deltawire.train.warm_start import Pair, WarmStartProgress, warm_start
 VALIDATION = 100
 """Problems for validation, which are neither trained on nor held out."""
 
+MOST_EMPTY_BATCHES = 100
+"""Batches that may hold problems for validation only, before a warm start gives up."""
+
 
 def run_warm_start(
     process: Process,
@@ -104,7 +107,7 @@ def _warm(
     text = text_of(config, tokenizer, bucket="")
     stops = stop_tokens(model, tokenizer)
     end = answer_end(text, stops)
-    validation = [tasks.draw("validation", index) for index in range(VALIDATION)]
+    validation = _validation(answered)
     reserved = {answered.question(task) for task in validation}
     batch = config.warm_start.batch
 
@@ -112,8 +115,16 @@ def _warm(
         return text.prompt(answered.prompt(task)), [*text.encode(answered.answer(task)), end]
 
     def draw(step: int) -> list[Pair]:
-        drawn = (tasks.draw("warm-start", step * batch + i) for i in range(batch))
-        return [pair(task) for task in drawn if answered.question(task) not in reserved]
+        # A batch that validation takes whole gives way to one from beyond the last step.
+        for attempt in range(MOST_EMPTY_BATCHES):
+            first = (step + attempt * config.warm_start.max_steps) * batch
+            drawn = (tasks.draw("warm-start", first + i) for i in range(batch))
+            if kept := [one for one in drawn if answered.question(one) not in reserved]:
+                return [pair(task) for task in kept]
+        raise InputError(
+            f"the task draws no problem but the {len(reserved)} that a warm start validates with",
+            hint="give the task more problems, or set warm_start.max_steps to 0",
+        )
 
     def report(progress: WarmStartProgress) -> None:
         nonlocal mark
@@ -148,6 +159,20 @@ def _warm(
 def answer_end(text: Text, stops: Sequence[int]) -> int:
     """The token that ends an answer: the chat template's own, if generation stops at it."""
     return text.end if text.end is not None and text.end in stops else stops[0]
+
+
+def _validation(tasks: TasksWithAnswers) -> list[Task]:
+    """Draws the problems for validation.
+
+    A task of few problems gives up to a fifth of them, so that enough are left to train on.
+    """
+    drawn = [tasks.draw("validation", index) for index in range(VALIDATION)]
+    distinct = {tasks.question(task): task for task in drawn}
+    seen = (tasks.draw("warm-start", index) for index in range(VALIDATION))
+    left = sum(tasks.question(task) not in distinct for task in seen)
+    if left > VALIDATION // 2:
+        return drawn
+    return list(distinct.values())[: max(len(distinct) // 5, 1)]
 
 
 async def _greedy_accuracy(
