@@ -6,7 +6,7 @@ from rank_runs import VERSIONS, begin, digests, metadata_of, train
 from deltawire.rl.evaluate.audit import audit_fates
 from deltawire.runtime.fleet import read_trainer
 from deltawire.sync import load_mirror, read_run
-from deltawire.train.checkpoint import checkpoint_versions
+from deltawire.train.checkpoint_folders import checkpoint_versions
 
 pytestmark = [pytest.mark.drills, pytest.mark.long]
 

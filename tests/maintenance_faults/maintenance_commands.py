@@ -25,7 +25,7 @@ from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.maintain.relay import Relay
 from deltawire.sync.publish.compaction import Compactor
 from deltawire.testing.tiny import same_bits, start_publisher, weights
-from deltawire.train.checkpoint import checkpoint_versions, keep_checkpoint
+from deltawire.train.checkpoint_folders import checkpoint_versions, keep_checkpoint
 from deltawire.wire import keys
 from deltawire.wire.decisions import FORGETS, Decision, RestoreRecord, ServedVersion
 from deltawire.wire.ledger import CommitMetadata, ranges_of

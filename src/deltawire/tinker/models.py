@@ -39,7 +39,7 @@ from deltawire.tinker.requests import (
 )
 from deltawire.tinker.results import RequestResult, forward_backward_result
 from deltawire.tinker.state import ModelRecord, SamplerRecord, SaveRecord, ServerState
-from deltawire.train.checkpoint import release_checkpoint
+from deltawire.train.checkpoint_folders import release_checkpoint
 from deltawire.train.client.client import TrainingClient
 from deltawire.train.client.hosted import LostTrainerError
 

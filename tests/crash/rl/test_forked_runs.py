@@ -23,8 +23,8 @@ from deltawire.sync import find_run, load_mirror, prune, read_manifest, read_run
 from deltawire.sync.chain.tags import find_tag
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import FaultyBucket
-from deltawire.train import checkpoint
-from deltawire.train.checkpoint import checkpoint_versions
+from deltawire.train import checkpoint, checkpoint_folders
+from deltawire.train.checkpoint_folders import checkpoint_versions
 from deltawire.wire import keys
 from deltawire.wire.lineage import Forgotten
 
@@ -129,7 +129,7 @@ def test_retention_of_the_parent_keeps_what_a_fork_reads(parent):
     made = fork_run(parent, run, VERSION, "try")
     for key in parent.list(f"{keys.CHECKPOINTS}0000000004/"):
         parent.put(key.replace("0000000004", "0000000005"), parent.get(key, limit=1 << 30))
-    checkpoint._remove_old(parent, 1)
+    checkpoint_folders.remove_old(parent, 1)
     assert prune(parent, run, cutoff=4, grace_s=0).pruned_below <= VERSION
     assert 4 not in checkpoint_versions(parent)
     fork = open_bucket(made.url)
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_half_shared(parent):
                 fork_run(b.inner, read_run(b.inner), VERSION, "try")
             ),
         )
-        checkpoint._remove_old(bucket, 1)
+        checkpoint_folders.remove_old(bucket, 1)
         if not made:
             break
         commits = checkpoint_versions(open_bucket(made[0].url))

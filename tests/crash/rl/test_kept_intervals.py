@@ -20,7 +20,8 @@ from deltawire.store import retrying
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.sync import committed_versions, prune, read_manifest, read_run
 from deltawire.testing.faulty import FaultyBucket
-from deltawire.train.checkpoint import checkpoint_versions, kept_intervals, save_checkpoint
+from deltawire.train.checkpoint import save_checkpoint
+from deltawire.train.checkpoint_folders import checkpoint_versions, kept_intervals
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger
 

@@ -13,7 +13,7 @@ from deltawire.cli.main import main
 from deltawire.runtime.lines import line_bucket
 from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, read_history, read_run
-from deltawire.train.checkpoint import checkpoint_versions
+from deltawire.train.checkpoint_folders import checkpoint_versions
 from deltawire.wire.ledger import CommitMetadata
 
 NAMES = [one["name"] for one in LINES]

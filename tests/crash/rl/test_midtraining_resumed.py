@@ -29,7 +29,7 @@ from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_history, read_manifest, read_run
 from deltawire.train.build import build_model, byte_tokenizer
-from deltawire.train.checkpoint import checkpoint_versions
+from deltawire.train.checkpoint_folders import checkpoint_versions
 from deltawire.wire.ledger import CommitMetadata
 
 VERSIONS = 7

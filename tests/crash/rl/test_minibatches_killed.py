@@ -19,7 +19,7 @@ from deltawire.runtime.fleet import read_trainer
 from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_history, read_manifest
-from deltawire.train.checkpoint import checkpoint_versions
+from deltawire.train.checkpoint_folders import checkpoint_versions
 from deltawire.train.masters import MasterWeights
 from deltawire.train.policy import TrainedPolicy
 

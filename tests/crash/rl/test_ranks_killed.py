@@ -14,7 +14,7 @@ from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.fleet import read_trainer
 from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, read_run
-from deltawire.train.checkpoint import checkpoint_versions
+from deltawire.train.checkpoint_folders import checkpoint_versions
 
 WHOLE = Start()
 

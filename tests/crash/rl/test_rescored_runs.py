@@ -13,7 +13,7 @@ from deltawire.launch.branches.rescoring import load_reward, rescore_run
 from deltawire.rl.control.rollout_reader import read_group
 from deltawire.store import open_bucket
 from deltawire.sync import read_manifest, read_run
-from deltawire.train.checkpoint import checkpoint_versions
+from deltawire.train.checkpoint_folders import checkpoint_versions
 
 TRAIN = {"groups_per_step": 2, "max_staleness": 99, "versions": 2, "checkpoint_every": 1}
 

@@ -46,7 +46,8 @@ from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import read_history, read_manifest, read_run
-from deltawire.train.checkpoint import checkpoint_versions, load_checkpoint, save_checkpoint
+from deltawire.train.checkpoint import load_checkpoint, save_checkpoint
+from deltawire.train.checkpoint_folders import checkpoint_versions
 from deltawire.train.masters import MasterWeights
 from deltawire.train.step import train_step
 from deltawire.wire import keys

@@ -31,7 +31,7 @@ from deltawire.runtime.process import Process, open_run
 from deltawire.store import Bucket, DelegatingBucket, open_bucket
 from deltawire.store.delegating import Verb
 from deltawire.sync import read_history, read_manifest, read_run
-from deltawire.train.checkpoint import checkpoint_versions, kept_checkpoints
+from deltawire.train.checkpoint_folders import checkpoint_versions, kept_checkpoints
 from deltawire.wire import keys
 from deltawire.wire.decisions import Decision, RestoreRecord, ServedVersion
 from deltawire.wire.ledger import CommitMetadata

@@ -23,7 +23,7 @@ from deltawire.rl.trainer.verify_intervals import (
 )
 from deltawire.store import open_bucket
 from deltawire.sync import read_run
-from deltawire.train.checkpoint import release_checkpoint
+from deltawire.train.checkpoint_folders import release_checkpoint
 from deltawire.wire import keys
 from deltawire.wire.ledger import STEP_RECORD
 from deltawire.wire.lineage import Forgotten

@@ -11,7 +11,7 @@ from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, read_run
 from deltawire.train import AdamParams, Datum, ModelInput, TrainingClient
 from deltawire.train.build import build_model, byte_tokenizer
-from deltawire.train.checkpoint import checkpoint_versions
+from deltawire.train.checkpoint_folders import checkpoint_versions
 from deltawire.wire import keys
 from deltawire.wire.roles import Pin
 

@@ -14,13 +14,13 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.store import open_bucket
 from deltawire.train import checkpoint, checkpoint_storage
 from deltawire.train.checkpoint import (
-    KEPT,
     MAX_COMMIT_BYTES,
     CheckpointWriter,
     Commit,
     load_checkpoint,
     save_checkpoint,
 )
+from deltawire.train.checkpoint_folders import KEPT
 from deltawire.train.checkpoint_storage import StoredShard, TensorEntry
 from deltawire.train.masters import MasterWeights
 from deltawire.wire import keys

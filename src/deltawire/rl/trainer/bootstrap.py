@@ -18,7 +18,8 @@ from deltawire.runtime.process import open_run
 from deltawire.store import Bucket
 from deltawire.sync import find_run, newest_version, read_run
 from deltawire.sync.chain.objects import another_model, check_signer
-from deltawire.train.checkpoint import checkpoint_versions, keep_checkpoint, save_checkpoint
+from deltawire.train.checkpoint import save_checkpoint
+from deltawire.train.checkpoint_folders import checkpoint_versions, keep_checkpoint
 from deltawire.train.masters import MasterWeights
 from deltawire.train.parallel import device_of, whole_mesh
 from deltawire.wire.ledger import Ledger

@@ -22,7 +22,7 @@ from deltawire.store import Bucket, in_parallel
 from deltawire.sync import read_manifest
 from deltawire.sync.chain.evidence import require_evidence, unreadable
 from deltawire.sync.chain.objects import versions_listed_twice
-from deltawire.train.checkpoint import marked_intervals, stored_twice
+from deltawire.train.checkpoint_folders import marked_intervals, stored_twice
 from deltawire.wire import keys
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.run import Run

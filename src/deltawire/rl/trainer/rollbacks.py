@@ -20,7 +20,7 @@ from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import Bucket
 from deltawire.sync import read_history, read_manifest
 from deltawire.sync.chain.evidence import listed_twice, require_evidence
-from deltawire.train.checkpoint import (
+from deltawire.train.checkpoint_folders import (
     checkpoint_versions,
     keep_checkpoint,
     kept_checkpoints,

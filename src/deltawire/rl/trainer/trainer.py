@@ -73,7 +73,7 @@ from deltawire.sync import (
     CommitStats,
 )
 from deltawire.train.arithmetic import arithmetic_of
-from deltawire.train.checkpoint import kept_intervals, needed_checkpoints
+from deltawire.train.checkpoint_folders import kept_intervals, needed_checkpoints
 from deltawire.train.statistics import GroupStatistics, pairs_of
 from deltawire.train.step import StepResult
 from deltawire.wire.decisions import Decision

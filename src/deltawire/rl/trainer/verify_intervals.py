@@ -43,7 +43,8 @@ from deltawire.sync import (
     newest_readable,
     read_manifest,
 )
-from deltawire.train.checkpoint import checkpoint_versions, kept_intervals, load_checkpoint
+from deltawire.train.checkpoint import load_checkpoint
+from deltawire.train.checkpoint_folders import checkpoint_versions, kept_intervals
 from deltawire.train.checkpoint_storage import bytes_of
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata

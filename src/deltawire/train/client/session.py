@@ -30,7 +30,8 @@ from deltawire.sync import (
     read_manifest,
     read_run,
 )
-from deltawire.train.checkpoint import CheckpointWriter, keep_checkpoint, load_checkpoint
+from deltawire.train.checkpoint import CheckpointWriter, load_checkpoint
+from deltawire.train.checkpoint_folders import keep_checkpoint
 from deltawire.train.client.forward import evaluate
 from deltawire.train.client.operations import (
     Begin,
@@ -279,8 +280,8 @@ class TrainingSession:
         return None
 
     def _save(self, *, keep: bool) -> None:
-        """Stores the state for the version that the weights are. ``keep`` keeps it until
-        `deltawire.train.checkpoint.release_checkpoint`; of the others the last two are kept."""
+        """Stores the state for the version that the weights are. ``keep`` keeps it until it is
+        released (`deltawire.train.checkpoint_folders`); of the others the last two are kept."""
         self._confirm()
         if keep and self.masters.mesh.leads:
             keep_checkpoint(self.bucket, self._held)
