@@ -151,7 +151,17 @@ def test_the_release_to_live_users_is_in_the_overview(page) -> None:
     ):
         assert words in card, words
     assert "as users showed it" not in card
-    release |= {"verdict": "rollback", "share": 0.0, "restores": 9}
+    assert "hold-back" not in card
+    release |= {"hold_back": 4, "hold_back_share": 0.05, "hold_back_difference": None}
+    visit.open("/run/0/overview")
+    card = visit.text("#release")
+    assert "4 keeps 5 % of users" in card
+    assert "against it" not in card
+    release |= {"hold_back_difference": -0.02, "hold_back_low": -0.05, "hold_back_high": 0.01}
+    visit.open("/run/0/overview")
+    card = visit.text("#release")
+    assert "the serving version is -0.02 against it (-0.05 to +0.01, 95 %)" in card
+    release |= {"verdict": "rollback", "share": 0.0, "restores": 9, "hold_back": None}
     visit.open("/run/0/overview")
     assert "12 with the weights of version 9" in visit.text("#release")
     assert "% of users" not in visit.text("#release")

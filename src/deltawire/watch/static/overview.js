@@ -228,6 +228,10 @@ function showFigures(place, found, { home }) {
   );
 }
 
+function signed(value) {
+  return value > 0 ? `+${number(value)}` : number(value);
+}
+
 // Which version serves live users, the canary if there is one, and who decided it why.
 function releaseCard(release, home) {
   const version = (number_) => h("a", { href: `${home}/weights/${number_}` }, number(number_));
@@ -242,6 +246,7 @@ function releaseCard(release, home) {
     ["reason", clean(release.reason, 400) || MISSING],
     seen && seen.snips !== null ? [`version ${number(seen.version)}, estimated before users saw it`, `${number(seen.snips)} ± ${number(seen.snips_error)} (SNIPS), ${number(seen.doubly_robust)} ± ${number(seen.doubly_robust_error)} (doubly robust)`] : null,
     seen && seen.live_candidate !== null ? [`version ${number(seen.version)}, as users showed it`, `${number(seen.live_candidate)}; serving version ${number(seen.live_serving)}`] : null,
+    release.hold_back === null || release.hold_back === undefined ? null : ["hold-back", [version(release.hold_back), ` keeps ${percent(release.hold_back_share, 0)} of users`, release.hold_back_difference === null ? "" : `; the serving version is ${signed(release.hold_back_difference)} against it (${signed(release.hold_back_low)} to ${signed(release.hold_back_high)}, 95 %), at the newest decision`]],
     ["decisions", counts + (release.void ? `; ${number(release.void)} void` : "")],
   ].filter(Boolean)));
 }
