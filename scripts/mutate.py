@@ -1,7 +1,8 @@
 """Breaks the code of each claim of docs/THREATS.md in turn, and lists what no test notices.
 
 ``scripts/mutations.toml`` says for each claim which code is replaced by what. Each mutation is made
-in a copy of the tree, where only the tests that the claim names are run: one of them must fail.
+in a copy of the tree, where only the tests that the claim names are run: one of them must fail. A
+guard that answers no attacker is no claim of that page: its mutation names its rule and its tests.
 Ends with 1 if a mutation is not noticed, or cannot be tried.
 
 Example::
@@ -42,15 +43,19 @@ class Claim:
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change that must make a claim false. ``claim`` is how the claim's text begins."""
+    """One change that must make a claim false. ``claim`` is how the claim's text begins; the rule
+    of a guard has its ``tests`` here."""
 
     claim: str
     file: str
     code: str
     becomes: str
+    tests: tuple[str, ...] = ()
 
     def of(self, claims: Sequence[Claim]) -> Claim:
         """Returns the claim that this breaks; raises `ValueError` unless there is exactly one."""
+        if self.tests:
+            return Claim(self.claim, self.tests)
         found = [claim for claim in claims if claim.text.startswith(self.claim)]
         if len(found) != 1:
             raise ValueError(f"{len(found)} claims of {PAGE} begin with {self.claim!r}")
@@ -83,7 +88,10 @@ def claims_of(root: Path = ROOT) -> list[Claim]:
 def mutations_of(root: Path = ROOT) -> list[Mutation]:
     """Returns the declared mutations."""
     table = tomllib.loads((root / TABLE).read_text(encoding="utf-8"))
-    return [Mutation(**row) for row in table["mutation"]]
+    guards = [
+        Mutation(row.pop("rule"), tests=tuple(row.pop("tests")), **row) for row in table["guard"]
+    ]
+    return [*(Mutation(**row) for row in table["mutation"]), *guards]
 
 
 def copy_tree(place: Path) -> None:

@@ -121,6 +121,18 @@ def test_silence_is_trained_on_only_where_it_has_a_reward(bucket):
     assert rewarded.matured(NOW + 7) == []
 
 
+def test_each_kind_of_feedback_is_waited_for_by_its_own_delays(bucket):
+    """Of all reports 2 % are rejections, and all of these are late."""
+    numbers = range(1, 451)
+    reports = [report(n, "accept", after_s=5) for n in numbers if n <= 400]
+    reports += [report(n, "reject", after_s=200) for n in numbers if 400 < n <= 408]
+    put_rows(bucket, 0, [answer(n) for n in numbers], reports)
+    maker = maker_of(bucket, config_of(silent=0.0))
+    maker.matured(NOW + 600)
+    assert maker.delays.waits == {"accept": 5.0, "reject": 200.0}
+    assert maker.delays.wait_s == 200.0
+
+
 def test_late_reports_are_counted_and_old_answers_weigh_less(bucket):
     numbers = range(1, 9)
     put_rows(
