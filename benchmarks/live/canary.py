@@ -18,7 +18,7 @@ better than that. ``false_promotion`` is simulated without guardrails, which can
 
 - ``voters_promote``: the candidate is worse by `VOTED`, and `VOTERS` of the users vote for the arm
   that they guess theirs to be, for the candidate. Arms are hidden, so a guess is right half of the
-  time. The details have the share of promotions for better guesses too.
+  time. The details have the share of promotions for better guesses too, and that for more voters.
 
 In the world ``slow_and_fast_arms`` answers of the candidate end later than the serving version's of
 the same moment. Outcomes count in the order of the requests; the details have the rates in the
@@ -73,6 +73,8 @@ LAG = 1000
 VOTERS = 0.05
 VOTED = 0.04
 GUESSES = (0.5, 0.6, 0.75, 1.0)
+VOTING = (0.1, 0.2, 0.4, 0.6)
+"""Further shares of users who vote."""
 NEVER = np.iinfo(np.int64).max
 
 Array = NDArray[np.float64]
@@ -226,9 +228,10 @@ def simulate(
     count: int = OUTCOMES,
     order: Order = "request",
     guess: float | None = None,
+    voters: float = VOTERS,
 ) -> Simulated:
     """Returns the ends of canaries whose candidate differs by ``change``, after at most ``count``
-    outcomes. `VOTERS` vote if ``guess`` says how often they guess their arm right."""
+    outcomes. The share ``voters`` votes if ``guess`` says how often they guess their arm right."""
     rng = np.random.default_rng(seed)
     promoted, rolled_back, outcomes = [], [], []
     for begin in range(0, canaries, BATCH):
@@ -239,7 +242,7 @@ def simulate(
         if guess is not None:
             right = rng.random(arms.shape) < guess
             votes = np.where(right, arms, 1 - arms)
-            values = np.where(rng.random(arms.shape) < VOTERS, votes, values)
+            values = np.where(rng.random(arms.shape) < voters, votes, values)
         if order == "end" and world == SLOW_ARM:
             ends = np.argsort(np.arange(count) + LAG * arms, axis=1, kind="stable")
             arms, shares = (np.take_along_axis(one, ends, axis=1) for one in (arms, shares))
@@ -331,6 +334,15 @@ def kept_rates(world: str, release: ReleaseConfig, options: Options) -> dict[str
     return found
 
 
+def promoted_by_voters(guess: float, voters: float, *, seed: int, canaries: int = FEW) -> float:
+    """Returns the bound of the share of canaries that promote a candidate which is worse by `VOTED`
+    while these users vote."""
+    release = ReleaseConfig(stages=[0.5])
+    about: dict[str, Any] = {"seed": seed, "canaries": canaries, "count": 10_000}
+    found = simulate(release, -VOTED, guess=guess, voters=voters, **about)
+    return bound(int(found.promoted.sum()), canaries)
+
+
 def measure(options: Options) -> Measured:
     """Measures the keys in the chosen worlds."""
     if options.canaries < 1:
@@ -339,16 +351,12 @@ def measure(options: Options) -> Measured:
     single = ReleaseConfig(stages=[0.5])
     rates = {world: kept_rates(world, release, options) for world in chosen_worlds(options.worlds)}
     by_end = rates_of(SLOW_ARM, release, seed=seed + 500, order="end", canaries=200)
-    voted = {
-        f"{guess:g}": bound(
-            int(
-                simulate(
-                    single, -VOTED, seed=seed + 600, canaries=FEW, count=10_000, guess=guess
-                ).promoted.sum()
-            ),
-            FEW,
-        )
-        for guess in GUESSES
+    voted = {f"{guess:g}": promoted_by_voters(guess, VOTERS, seed=seed + 600) for guess in GUESSES}
+    voting = {
+        f"{guess:g}": {
+            f"{voters:g}": promoted_by_voters(guess, voters, seed=seed + 600) for voters in VOTING
+        }
+        for guess in GUESSES[:2]
     }
     drop = simulate(single, -EFFECT, seed=seed + 3, canaries=FEW, count=10_000)
     found = float(np.median(np.where(drop.rolled_back, drop.outcomes, np.inf)))
@@ -363,6 +371,7 @@ def measure(options: Options) -> Measured:
         },
         "slow_and_fast_arms_by_end": by_end,
         "promoted_by_voters_who_guess": voted,
+        "promoted_by_more_voters_who_guess": voting,
         "outcomes_until_rollback": found,
         "outcomes_fixed_horizon": fixed_horizon(single),
     }

@@ -39,7 +39,7 @@ KEYS: Final[dict[str, Key]] = {
         "lagged", ">=", 18, "of 20 seeds, those that gain at least 0.1 from such answers"
     ),
     "attack_shift": Key(
-        "bandit", "<=", 0.1, "share of the honest gain that 10 % of users take who lie together"
+        "bandit", "<=", 0.1, "share of the honest gain that 5 % of users take who lie together"
     ),
     "largest_user_influence": Key(
         "influence", "<=", 1.2, "one user's largest share of a gradient over user_cap, any lengths"
