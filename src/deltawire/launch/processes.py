@@ -26,6 +26,7 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.events import Role
 from deltawire.launch.role_keys import read_signer
 from deltawire.launch.shapes import find_profile, shaped_config
+from deltawire.runtime.imports import importing
 from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.signed_bucket import grant_role
 from deltawire.runtime.trusted import ANY, ReaderTrust, owned_run, trusted
@@ -141,7 +142,8 @@ def join_as_worker(location: str, *, name: str, patience_s: float, options: Chil
             f"--id {name}: this is the name of another process of the run", hint="choose another"
         )
     process = open_process(location, name, "worker", options)
-    from deltawire.rl.rollout.worker import run_worker
+    with importing():
+        from deltawire.rl.rollout.worker import run_worker
 
     with process.running():
         log = _log_nothing if process.supervised else _log
@@ -153,7 +155,8 @@ def join_as_learner(location: str, *, name: str, options: ChildOptions) -> None:
     if not valid_name(name) or len(name) > MAX_NAME or name in get_args(Role):
         raise InputError(f"--id {name[:60]!r}: use at most {MAX_NAME} letters, digits, - and _")
     process = open_process(location, name, "worker", options)
-    from deltawire.live.learning.learner import run_learner
+    with importing():
+        from deltawire.live.learning.learner import run_learner
 
     with process.running():
         run_learner(process, report=_log_nothing if process.supervised else _log)
@@ -223,7 +226,8 @@ def lead_trainer(
     # The supervisor started this rank's parent, and knows no other process id.
     parent = os.getppid() if is_rank() and options.supervised else None
     process = open_process(location, "trainer", "trainer", options, signer=signer, pid=parent)
-    from deltawire.rl.trainer.entry import run_trainer
+    with importing():
+        from deltawire.rl.trainer.entry import run_trainer
 
     with process.running():
         run_trainer(process, source, signer=signer, run_id=run_id)
@@ -234,7 +238,8 @@ def _follow_trainer(location: str, options: ChildOptions) -> None:
     signer, opened = read_signer(options.key), list[Process]()
     stay_off_the_hub()
     pin(options.cpus)
-    from deltawire.rl.trainer.entry import follow_trainer
+    with importing():
+        from deltawire.rl.trainer.entry import follow_trainer
 
     def open_it(run_id: str) -> Bucket:
         trust = options.trust
@@ -252,8 +257,9 @@ def _follow_trainer(location: str, options: ChildOptions) -> None:
 def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
     """Measures the held-out accuracy of a run's versions until it ends."""
     process = open_process(location, "evaluator", "evaluator", options)
-    from deltawire.live.release.candidate_estimate import CandidateEstimator
-    from deltawire.rl.evaluate.evaluator import run_evaluator
+    with importing():
+        from deltawire.live.release.candidate_estimate import CandidateEstimator
+        from deltawire.rl.evaluate.evaluator import run_evaluator
 
     with process.running():
         run_evaluator(process, CandidateEstimator)
@@ -262,7 +268,8 @@ def run_as_evaluator(location: str, *, options: ChildOptions) -> None:
 def run_as_reference(location: str, *, options: ChildOptions) -> None:
     """Scores a run's groups with its reference until it ends."""
     process = open_process(location, "reference", "reference", options)
-    from deltawire.rl.reference.process import run_reference
+    with importing():
+        from deltawire.rl.reference.process import run_reference
 
     with process.running():
         run_reference(process)
@@ -281,7 +288,8 @@ def make_model(config: RunConfig, out: Path, *, bucket: str, options: ChildOptio
         stay_off_the_hub()
         progress = open_bucket("memory:///")
         process = Process(progress, "warm-start", "warm-start", supervised=options.supervised)
-    from deltawire.rl.trainer.warm_start import run_warm_start
+    with importing():
+        from deltawire.rl.trainer.warm_start import run_warm_start
 
     with process.running() if bucket else process.handling_signals():
         return run_warm_start(process, config, out)
