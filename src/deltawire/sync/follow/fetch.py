@@ -16,6 +16,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from itertools import chain, islice
 from typing import TypeVar
 
 import blake3
@@ -56,10 +57,18 @@ def threads_of(threads: int | None) -> int:
 def in_order(
     pool: WorkerThreads, work: Callable[[S], T], items: Iterable[S], *, ahead: int
 ) -> Iterator[T]:
-    """Yields ``work`` of each item in order, computed on the pool, at most ``ahead`` in advance."""
+    """Yields ``work`` of each item in order, computed on the pool, at most ``ahead`` in advance.
+
+    A single item is computed by the caller: starting a thread takes longer than a small one.
+    """
+    rest = iter(items)
+    begun = list(islice(rest, 2))
+    if len(begun) == 1:
+        yield work(begun[0])
+        return
     waiting: list[Future[T]] = []
     try:
-        for item in items:
+        for item in chain(begun, rest):
             waiting.append(pool.submit(work, item))
             if len(waiting) > ahead:
                 yield waiting.pop(0).result()
