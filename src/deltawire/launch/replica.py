@@ -11,6 +11,7 @@ from rich.console import Console
 from deltawire.launch.gateway import REPLICA_KEY_VARIABLE
 from deltawire.launch.listening import check_port, listening, require_token
 from deltawire.launch.processes import pin, stay_off_the_hub
+from deltawire.runtime.imports import importing
 from deltawire.runtime.process import Process
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.store import RetryingBucket
@@ -44,8 +45,9 @@ def serve_replica(location: str, options: ReplicaOptions) -> None:
 
 
 async def _serve(process: Process, options: ReplicaOptions, token: str, console: Console) -> None:
-    from deltawire.live.gateway.embedded_replica import open_replica
-    from deltawire.serving.app import build_runner
+    with importing():
+        from deltawire.live.gateway.embedded_replica import open_replica
+        from deltawire.serving.app import build_runner
 
     replica = await asyncio.to_thread(open_replica, process, token=token, hold=options.hold)
     async with listening(
