@@ -3,6 +3,7 @@
 import argparse
 import ast
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -43,6 +44,20 @@ OPTIONAL = {
 }
 
 
+@functools.cache
+def every_command():
+    """The parser of all commands; building it takes a fifth of a second."""
+    return build_parser()
+
+
+@functools.cache
+def every_benchmark():
+    """The parser of all benchmarks."""
+    parser = argparse.ArgumentParser()
+    benchmark_commands().add_parsers(parser.add_subparsers())
+    return parser
+
+
 def named(found):
     return pytest.mark.parametrize("block", found, ids=lambda block: block.place)
 
@@ -64,7 +79,7 @@ def parse(words):
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            build_parser().parse_args(words)
+            every_command().parse_args(words)
     except SystemExit as end:
         pytest.fail(f"{words}: {end}: {errors.getvalue()[-300:]}")
 
@@ -107,10 +122,9 @@ SIGNED_TEXTS = {"line", "sealed"}
 
 def options_of(words):
     """The command that ``words`` name, one level down where it has verbs, and its options."""
-    parser = build_parser()
+    parser = every_command()
     if words[0] == "bench":
-        parser, words = argparse.ArgumentParser(), words[1:]
-        benchmark_commands().add_parsers(parser.add_subparsers())
+        parser, words = every_benchmark(), words[1:]
     for word in words:
         listed = [a.choices for a in parser._actions if isinstance(a.choices, dict)]
         if not listed or word.startswith("-"):
