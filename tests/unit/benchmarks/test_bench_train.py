@@ -41,6 +41,7 @@ def test_unknown_keys_are_refused_by_name():
     assert "memory_error_max" in refused.value.hint
 
 
+@pytest.mark.drills  # `tests/unit/plan` compares the same figure for more cases.
 def test_a_measurement_runs_in_its_own_process_and_is_reported_against_its_floor(capfd):
     options = Options(cases=1, seed=3)
     values, details = measure_in_processes(["memory_error_max"], options)
