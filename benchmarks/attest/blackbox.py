@@ -1,19 +1,27 @@
 """``blackbox_error``: wrong verdicts of the black box over stored scores of a real model.
 
 Version 0 is SmolLM2-135M. Each further one is a step of sign descent on a policy gradient with
-random advantages, of one learning rate, whose masters are dithered, rounded to bf16. An endpoint
-is a pass in bf16 with eager attention; the noise that the black box allows is measured with torch's
-fused attention. Scores are stored by version in ``--out``, so an interrupted measurement goes on.
+random advantages, of one learning rate, whose masters are dithered, rounded to bf16. The engines
+are passes in bf16: with eager attention, with fused attention one sequence at a time, and vLLM's
+if ``DELTAWIRE_VLLM_PYTHON`` names its Python. The noise that the black box allows is measured with
+fused attention, 16 sequences together. Scores are stored by version and engine in ``--out``, so an
+interrupted measurement goes on.
 
-Each of 500 honest looks asks an endpoint of a version about that version, each of 500 wrong ones an
-endpoint of another version, half of each with the other version given, in an order of sequences
-that is drawn for each look. An error is *different* for an honest one, and *same* for a wrong one;
-*cannot tell* is none. A wrong look without the other version is drawn from steps of at least
-`STATED` only: smaller ones are within the noise, as docs/ATTEST.md states.
+Each of 500 honest looks asks an engine that serves a version about that version, each of 500 wrong
+ones one that serves another version, half of each with the other version given, in an order of
+sequences that is drawn for each look. An error is *different* for an honest one, and *same* for a
+wrong one; *cannot tell* is none. A wrong look without the other version is drawn from steps of at
+least `STATED` only: smaller ones are within the noise, as docs/ATTEST.md states.
+
+``blackbox_told_apart`` is the smallest step of which all looks with the other version given are
+right, as the mean shift of a token's log-probability over the noise; ``blackbox_seen`` the smallest
+that all looks without it call different.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,13 +41,21 @@ STATED = 1e-4
 SEQUENCES, LENGTH, TOGETHER = 96, 49, 16
 LOOKS = 500
 ERROR = 0.01
+ENGINES = ("eager", "single", "vllm")
+VLLM = "DELTAWIRE_VLLM_PYTHON"
+
+Scores = dict[str, dict[str, Floats]]
+"""By version: ``exact`` in float32, ``fused``, and each engine's, float64[sequences, tokens]."""
 
 
 def measure(options: Options) -> Measured:
     """Scores what is not stored yet, and judges pairs."""
+    keys = ("blackbox_error", "blackbox_told_apart", "blackbox_seen")
     if not (MODEL / "model.safetensors").is_file():
-        return Measured({"blackbox_error": None}, {"reason": f"{MODEL} is missing"})
+        return Measured(dict.fromkeys(keys), {"reason": f"{MODEL} is missing"})
     scores = stored_scores(Path(options.out or ROOT / "runs/bench-attest"))
+    base = scores["0"]
+    engines = [one for one in ENGINES if all(one in held for held in scores.values())]
     rng = np.random.default_rng(options.seed)
     verdicts: dict[str, Counter[str]] = {}
     errors = 0
@@ -49,30 +65,57 @@ def measure(options: Options) -> Measured:
             given = number // len(RATES) % 2 == 0
             if wrong and not given and rate < STATED:
                 rate = STATED
-            served, named = rng.permutation(["0", f"{rate:g}"])
-            reference = named if wrong else served
-            others = [served if wrong else named] if given else []
-            verdict = look_at(scores, served, [reference, *others], rng)
+            verdict = drawn_look(scores, engines, f"{rate:g}", wrong=wrong, given=given, rng=rng)
             errors += verdict == ("same" if wrong else "different")
             kind = f"{'wrong' if wrong else 'honest'}, {rate:g}, {'given' if given else 'alone'}"
             verdicts.setdefault(kind, Counter())[verdict] += 1
     details: dict[str, Any] = {kind: dict(count) for kind, count in sorted(verdicts.items())}
-    base = scores["0"]
-    details["noise, nats"] = float(np.abs(base["fused"] - base["exact"]).mean())
+    noise = float(np.abs(base["fused"] - base["exact"]).mean())
+    shifts = {rate: float(np.abs(scores[f"{rate:g}"]["exact"] - base["exact"]).mean()) / noise
+              for rate in RATES}  # fmt: skip
+    details |= {"engines": engines, "noise, nats": noise}
+    for engine in engines:
+        gap = float(np.abs(base[engine] - base["exact"]).mean())
+        details[f"gap of {engine}, noises"] = gap / noise
+    told, seen = [], []
     for rate in RATES:
-        moved = scores[f"{rate:g}"]
-        details[f"shift at {rate:g}, nats"] = float(np.abs(moved["exact"] - base["exact"]).mean())
-        details[f"changed at {rate:g}"] = float(moved["changed"])
-    return Measured({"blackbox_error": errors / (2 * LOOKS)}, details)
+        name = f"{rate:g}"
+        found = [
+            Counter(
+                drawn_look(scores, engines, name, wrong=True, given=given, rng=rng)
+                for _ in range(LOOKS // 5)
+            )
+            for given in (True, False)
+        ]
+        details[f"shift at {name}, noises"] = shifts[rate]
+        details[f"changed at {name}"] = float(scores[name]["changed"])
+        details[f"100 wrong looks at {name}: given, alone"] = [dict(one) for one in found]
+        told += [shifts[rate]] if found[0]["different"] == LOOKS // 5 else []
+        seen += [shifts[rate]] if found[1]["different"] == LOOKS // 5 else []
+    values = (errors / (2 * LOOKS), min(told, default=None), min(seen, default=None))
+    return Measured(dict(zip(keys, values, strict=True)), details)
 
 
-def look_at(
-    scores: dict[str, dict[str, Floats]],
-    served: str,
-    names: list[str],
+def drawn_look(
+    scores: Scores,
+    engines: list[str],
+    name: str,
+    *,
+    wrong: bool,
+    given: bool,
     rng: np.random.Generator,
 ) -> str:
-    """Returns the verdict on an endpoint that serves one version, in a drawn order of sequences."""
+    """Draws an engine, which of the versions 0 and ``name`` it serves, and the order of sequences;
+    returns the verdict."""
+    served, named = rng.permutation(["0", name])
+    reference = named if wrong else served
+    others = [served if wrong else named] if given else []
+    engine = engines[int(rng.integers(len(engines)))]
+    return look_at(scores, scores[served][engine], [reference, *others], rng)
+
+
+def look_at(scores: Scores, served: Floats, names: list[str], rng: np.random.Generator) -> str:
+    """Returns the verdict on an endpoint's scores, in a drawn order of sequences."""
     tests = EndpointTests(names, error=ERROR)
     reference = scores[names[0]]
     for number, row in enumerate(rng.permutation(SEQUENCES)):
@@ -80,37 +123,73 @@ def look_at(
             break
         exact = [scores[name]["exact"][row] for name in names]
         noise = np.abs(reference["fused"][row] - exact[0])
-        tests.add(scores[served]["eager"][row], exact, noise)
+        tests.add(served[row], exact, noise)
     return tests.weights
 
 
-def stored_scores(folder: Path) -> dict[str, dict[str, Floats]]:
-    """Returns the scores of each version in float32 and in bf16 with both kinds of attention."""
+def stored_scores(folder: Path) -> Scores:
+    """Returns the scores of each version, from files or computed."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokens: NDArray[np.int64] | None = None
-    found = {}
+    tokens = np.random.default_rng(0).integers(0, 49_152, (SEQUENCES, LENGTH))
+    found: Scores = {}
     gradient: dict[str, torch.Tensor] | None = None
+    python = os.environ.get(VLLM, "")
     for rate in (0.0, *RATES):
         name = f"{rate:g}"
-        path = folder / f"scores-{name}.npz"
-        if not path.is_file():
+        wanted = ["transformers"] + (["vllm"] if python else [])
+        missing = [one for one in wanted if not (folder / f"{one}-{name}.npz").is_file()]
+        if missing:
             model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-            if tokens is None:
-                size = (SEQUENCES, LENGTH)
-                tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, size)
             if rate and gradient is None:
                 gradient = policy_gradient(model)
             changed = stepped(model, gradient, rate) if gradient is not None and rate else 0.0
-            exact = score(model, tokens)
-            model = model.bfloat16()
-            fused = score(model, tokens)
-            model.set_attn_implementation("eager")
-            eager = score(model, tokens)
-            partial = path.with_suffix(".part.npz")
-            np.savez(partial, changed=np.array(changed), exact=exact, fused=fused, eager=eager)
-            partial.replace(path)
-        with np.load(path, allow_pickle=False) as stored:
-            found[name] = {key: stored[key] for key in stored.files}
+            if "transformers" in missing:
+                made = scores_here(model, tokens)
+                store(folder / f"transformers-{name}.npz", changed=np.array(changed), **made)
+            if "vllm" in missing:
+                made = {"vllm": scores_of_vllm(model.bfloat16(), tokens, folder, python)}
+                store(folder / f"vllm-{name}.npz", **made)
+            del model
+        found[name] = {}
+        for one in ("transformers", "vllm"):
+            if (folder / f"{one}-{name}.npz").is_file():
+                with np.load(folder / f"{one}-{name}.npz", allow_pickle=False) as stored:
+                    found[name] |= {key: stored[key] for key in stored.files}
+    return found
+
+
+def store(path: Path, **arrays: Any) -> None:
+    """Writes a file of arrays that is whole once it is there."""
+    partial = path.with_suffix(".part.npz")
+    np.savez(partial, **arrays)
+    partial.replace(path)
+
+
+def scores_here(model: Any, tokens: NDArray[np.int64]) -> dict[str, Floats]:
+    """Scores in float32, then in bf16 with each kind of attention."""
+    found = {"exact": score(model, tokens, TOGETHER)}
+    model = model.bfloat16()
+    found["fused"] = score(model, tokens, TOGETHER)
+    found["single"] = score(model, tokens, 1)
+    model.set_attn_implementation("eager")
+    found["eager"] = score(model, tokens, TOGETHER)
+    model.set_attn_implementation("sdpa")
+    return found
+
+
+def scores_of_vllm(
+    model: Any, tokens: NDArray[np.int64], folder: Path, python: str
+) -> Floats:  # pragma: no cover - needs vLLM's environment
+    """Scores with vLLM, in its environment, on a copy of the weights that is removed again."""
+    place = folder / "served"
+    model.save_pretrained(place)
+    np.save(place / "tokens.npy", tokens)
+    script = Path(__file__).with_name("vllm_scores.py")
+    subprocess.run([python, str(script), str(place)], check=True, timeout=1800)  # noqa: S603
+    found: Floats = np.load(place / "scores.npy", allow_pickle=False)
+    for path in place.iterdir():
+        path.unlink()
+    place.rmdir()
     return found
 
 
@@ -144,11 +223,11 @@ def stepped(model: Any, gradient: dict[str, torch.Tensor], rate: float) -> float
 
 
 @torch.no_grad()
-def score(model: Any, tokens: NDArray[np.int64]) -> Floats:
+def score(model: Any, tokens: NDArray[np.int64], together: int) -> Floats:
     """Returns the log-probability of each token after the first, float64[sequences, tokens]."""
     found = []
-    for first in range(0, len(tokens), TOGETHER):
-        part = torch.from_numpy(tokens[first : first + TOGETHER])
+    for first in range(0, len(tokens), together):
+        part = torch.from_numpy(tokens[first : first + together])
         logits = model(input_ids=part[:, :-1]).logits.float().log_softmax(-1)
         found.append(logits.gather(2, part[:, 1:, None])[..., 0].double().numpy())
     return np.concatenate(found)

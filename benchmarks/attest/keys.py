@@ -22,5 +22,14 @@ KEYS: Final[dict[str, Key]] = {
     "blackbox_error": Key(
         "blackbox", "<=", 0.01, "wrong verdicts of 500 honest and 500 wrong looks, stored scores"
     ),
+    "blackbox_told_apart": Key(
+        "blackbox",
+        "<=",
+        1.0,
+        "smallest shift over bf16's noise at which two given versions are told apart",
+    ),
+    "blackbox_seen": Key(
+        "blackbox", "<=", 8.0, "the same for a version that is not given, and is called different"
+    ),
 }
 """Every key, in the order of the table."""

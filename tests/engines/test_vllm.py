@@ -81,6 +81,15 @@ def test_weights_that_vllm_loads_itself_are_attested(vllm_python, family, ranks)
     run_tests(vllm_python, "test_attest_only.py", "--family", family, "--tensor-parallel", ranks)
 
 
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [("qwen3", "1"), pytest.param("qwen3_moe", "2", marks=pytest.mark.long)],
+)
+def test_a_server_that_others_update_is_attested_over_http(vllm_python, family, ranks):
+    file = "test_attested_over_http.py"
+    run_tests(vllm_python, file, "--family", family, "--tensor-parallel", ranks)
+
+
 def test_vllm_serve_is_moved_by_its_own_calls(vllm_python):
     run_tests(vllm_python, "test_served_over_http.py", "-k", "own_calls")
 

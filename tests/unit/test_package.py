@@ -272,7 +272,7 @@ FLAGS = {
     "forecast": TRUST | {"--of", "--compute", "--from", "--like", "--plot", "--json"},
     "watch": TRUST | {"--port", "--no-browser", "--cache"},
     "attest": TRUST
-    | {"--against", "--also", "--watch", "--token-file", "--json"}
+    | {"--against", "--also", "--watch", "--token-file", "--prometheus", "--no-report", "--json"}
     | {"--black-box", "--error", "--model", "--prompts"},
     "parity": TRUST
     | {

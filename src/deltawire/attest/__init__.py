@@ -5,7 +5,7 @@
 Nothing here imports torch unless the tensors are torch's.
 """
 
-from deltawire.attest.digesting import digests
+from deltawire.attest.digesting import digests, digests_of_stream
 from deltawire.attest.statement import Digests, TensorDigest, read_digests
 
-__all__ = ["Digests", "TensorDigest", "digests", "read_digests"]
+__all__ = ["Digests", "TensorDigest", "digests", "digests_of_stream", "read_digests"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,19 @@ def digests(
 
     held, aliases = held_parts(model, dtype=dtype, merged=merged)
     return combined(held, torch_ranks(group), aliases=aliases)
+
+
+def digests_of_stream(stream: Iterable[tuple[str, Any]], *, dtype: str | None = None) -> Digests:
+    """Returns the digests of whole tensors that are given one after the other with their names, as
+    trainers export them for an engine; none is kept. ``dtype`` as in `digests`.
+
+    Example::
+
+        found = digests_of_stream(model.state_dict().items(), dtype="bfloat16")
+    """
+    from deltawire.attest.torch_tensors import stream_digests
+
+    return total_of(stream_digests(stream, dtype))
 
 
 def _of_arrays(tensors: Mapping[str, Any], dtype: str | None) -> Digests:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,16 +18,24 @@ from deltawire.attest.sides import Side
 from deltawire.attest.verdicts import TensorVerdict, WeightReport, report_of
 from deltawire.codec import Digest
 from deltawire.engines.live_parts import METHOD, AttestRequest, EngineParts, LivePart, RankParts
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.wire.objects import prepared
 from deltawire.wire.run import TensorSpec
 
 MAX_ANSWER_BYTES = 256 << 20
 
+LOOKS = 5
+PAUSE_S = 0.5
+"""Seconds between two looks at weights that are not equal."""
+
 HINT = (
     "start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
     "deltawire.engines.vllm.attesting.AttestWorker, with deltawire installed there"
 )
+
+
+class UpdatingError(RetryError):
+    """The engine is in the middle of an update: its parameters have no memory."""
 
 
 class Held(NamedTuple):
@@ -45,10 +54,7 @@ def ask_engine(url: str, reference: Side, *, token: str = "") -> list[RankParts]
     Raises `InputError` for a server that does not attest, or on which a rank fails, `CorruptError`
     for an answer that cannot be read.
     """
-    request = AttestRequest(
-        [one.spec for one in reference.digests.tensors], reference.digests.aliases
-    )
-    body = json.dumps({"method": METHOD, "args": [msgspec.json.encode(request).decode()]})
+    body = json.dumps({"method": METHOD, "args": [request_of(reference)]})
     data = send(
         f"{url.rstrip('/')}/collective_rpc",
         limit=MAX_ANSWER_BYTES,
@@ -62,10 +68,67 @@ def ask_engine(url: str, reference: Side, *, token: str = "") -> list[RankParts]
         raise CorruptError(
             f"the answer of {url} cannot be read: {str(error)[:200]}", hint=HINT
         ) from error
+    return _without_failures(found, url)
+
+
+def request_of(reference: Side) -> str:
+    """Returns what is asked of each rank, as its method takes it."""
+    specs = [one.spec for one in reference.digests.tensors]
+    request = AttestRequest(specs, reference.digests.aliases, since_loading=True)
+    return msgspec.json.encode(request).decode()
+
+
+def ranks_of(answers: Any, name: str) -> list[RankParts]:
+    """Checks what the ranks of an engine answered without HTTP; raises as `ask_engine` does."""
+    try:
+        found = msgspec.convert({"results": answers}, type=prepared(EngineParts)).results
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CorruptError(f"the answer of {name} cannot be read: {str(error)[:200]}") from error
+    return _without_failures(found, name)
+
+
+def _without_failures(found: list[RankParts], name: str) -> list[RankParts]:
     for one in found:
         if one.failure:
-            raise InputError(f"rank {one.rank} of {url} cannot attest: {one.failure}")
+            raise InputError(f"rank {one.rank} of {name} cannot attest: {one.failure}")
+    if any(one.updating for one in found):
+        raise UpdatingError(f"{name} is in the middle of an update")
     return found
+
+
+def compare_settled(
+    name: str,
+    ask: Callable[[], list[RankParts]],
+    reference: Side,
+    others: Callable[[], Sequence[Side]] = tuple,
+) -> WeightReport:
+    """Asks an engine and compares. If something is not equal, it asks again until two answers are
+    the same: an update in several calls may be halfway in between. After `LOOKS` the last answer
+    counts, and a note says that the weights kept changing. Raises `UpdatingError` if the engine
+    was in the middle of an update at the last look, and as ``ask`` does."""
+    before: list[RankParts] | None = None
+    for look in range(1, LOOKS + 1):
+        try:
+            ranks = ask()
+        except UpdatingError:
+            if look == LOOKS:
+                raise
+        else:
+            report = compare_engine(name, ranks, reference)
+            if report.equal:
+                return report
+            if before is not None and _bits_of(before) == _bits_of(ranks):
+                return compare_engine(name, ranks, reference, others)
+            before = ranks
+        if look < LOOKS:
+            time.sleep(PAUSE_S)
+    note = f"the weights changed between {LOOKS} looks: an update is under way"
+    report = compare_engine(name, ranks, reference, others)
+    return msgspec.structs.replace(report, notes=[*report.notes, note])
+
+
+def _bits_of(ranks: Sequence[RankParts]) -> list[tuple[int, list[LivePart]]]:
+    return [(one.rank, one.parts) for one in ranks]
 
 
 def compare_engine(
@@ -92,9 +155,20 @@ def compare_engine(
         _verdict(spec, held[spec.name], sums[spec.name], known, unplaced.get(spec.name, ""))
         for spec in specs
     ]
-    uncovered = sorted({name for one in ranks for name in one.uncovered})
-    notes = [f"no digest reads the live parameter {name}" for name in uncovered]
-    return report_of(url, reference.name, tensors, notes=notes)
+    report = report_of(url, reference.name, tensors)
+    return msgspec.structs.replace(
+        report,
+        uncovered=sorted({name for one in ranks for name in one.uncovered}),
+        untouched=_untouched(ranks),
+    )
+
+
+def _untouched(ranks: Sequence[RankParts]) -> list[str]:
+    """Returns the live parameters that no update has changed since loading, on some rank; none if
+    nothing was updated yet."""
+    if not any(one.updated for one in ranks):
+        return []
+    return sorted({name for one in ranks for name in one.untouched})
 
 
 def _named(specs: Sequence[TensorSpec]) -> list[tuple[str, TensorSpec]]:

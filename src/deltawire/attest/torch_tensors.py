@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from deltawire import codec
-from deltawire.attest.combining import HeldPart, Ranks
+from deltawire.attest.combining import HeldPart, Ranks, described
 from deltawire.attest.parts import Index, digest_part
+from deltawire.attest.statement import TensorDigest
 from deltawire.codec import Digest
 from deltawire.errors import InputError
 from deltawire.export.shards import is_first_holder, local_part
@@ -56,6 +57,18 @@ def held_parts(
         rounded = None if name in kept or not tensor.is_floating_point() else wanted
         parts.append(_held(name, tensor, rounded))
     return parts, aliases
+
+
+@torch.no_grad()
+def stream_digests(stream: Iterable[tuple[str, Tensor]], dtype: str | None) -> list[TensorDigest]:
+    """Digests whole tensors as they pass; none is kept. Raises `InputError` as `digests` does."""
+    wanted = dtype_named(dtype)
+    found = []
+    for name, tensor in stream:
+        rounded = wanted if tensor.is_floating_point() else None
+        part = _held(name, tensor.detach(), rounded)
+        found.append(described(part.spec, part.digest))
+    return found
 
 
 def _of_module(

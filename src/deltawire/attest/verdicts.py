@@ -16,6 +16,10 @@ from deltawire.codec import Digest
 Verdict = Literal["equal", "differs", "not readable", "copies disagree"]
 
 
+NAMED = 3
+"""Tensors that one sentence names."""
+
+
 class TensorVerdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The verdict on one tensor of the reference.
 
@@ -38,7 +42,9 @@ class WeightReport(msgspec.Struct, frozen=True, kw_only=True):
     """Lists the verdict on each tensor of a reference.
 
     ``equal`` is true only if each tensor of the reference is. ``unexpected`` names tensors that the
-    reference does not have. ``notes`` says what could not be tried.
+    reference does not have. Of an engine, ``uncovered`` names live parameters that no tensor of the
+    reference is loaded into, and ``untouched`` those that still have the bits of the engine's start
+    although others were updated. ``notes`` says what could not be tried.
     """
 
     found: str
@@ -47,12 +53,27 @@ class WeightReport(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[Verdict, int]
     tensors: list[TensorVerdict]
     unexpected: list[str] = []
+    uncovered: list[str] = []
+    untouched: list[str] = []
     notes: list[str] = []
 
     @property
     def differs(self) -> bool:
         """Returns whether a tensor is known to differ."""
         return bool(self.counts["differs"] + self.counts["copies disagree"])
+
+    @property
+    def problem(self) -> str:
+        """Says which tensors differ, the first of them by name; empty if none is known to."""
+        odd = [one for one in self.tensors if one.verdict in ("differs", "copies disagree")]
+        if not odd:
+            return ""
+        named = [f"{one.name} ({one.text or one.verdict})" for one in odd[:NAMED]]
+        more = f", and {len(odd) - NAMED} more" if len(odd) > NAMED else ""
+        return (
+            f"{self.found} holds other weights than {self.reference} in {len(odd)} of "
+            f"{len(self.tensors)} tensors: {', '.join(named)}{more}"
+        )
 
 
 def compare(

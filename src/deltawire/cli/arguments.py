@@ -95,12 +95,14 @@ def location_of(location: str, precision: str, trust: ReaderTrust) -> str:
     return publication_bucket(open_trusted(location, trust), precision).url
 
 
-def add_report(parser: argparse.ArgumentParser) -> None:
+def add_report(
+    parser: argparse.ArgumentParser,
+    option: str = "--follow",
+    what: str = "which version this host holds",
+) -> None:
     """Declares ``--no-report``."""
     parser.add_argument(
-        "--no-report",
-        action="store_true",
-        help="with --follow, do not store in the run which version this host holds",
+        "--no-report", action="store_true", help=f"with {option}, do not store in the run {what}"
     )
 
 

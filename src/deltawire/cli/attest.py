@@ -5,12 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from deltawire.cli.arguments import add_json, add_trust, seconds, trust_of
+from deltawire.cli.arguments import (
+    add_json,
+    add_report,
+    add_trust,
+    report_place,
+    seconds,
+    trust_of,
+)
 from deltawire.cli.exit_codes import DIFFERENT, UNDECIDED
 
 if TYPE_CHECKING:
@@ -78,24 +86,65 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help="holds the server's bearer token (default: $DELTAWIRE_TOKEN)",
     )
+    parser.add_argument(
+        "--prometheus",
+        metavar="FILE",
+        help="after each look, write what was found into FILE, in the text format of Prometheus",
+    )
+    add_report(parser, "--watch", "what it finds")
     add_trust(parser)
     add_json(parser)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One report: its exit code, what is compared to tell whether it is news, and its printer."""
+    """One report: its exit code, what is compared to tell whether it is news, and its printer.
+
+    ``version`` is the reference's in its run; None if it is no version of a run.
+    """
 
     report: WeightReport | BlackBoxReport
     code: int
     stated: object
     show: Callable[[Console], None]
+    version: int | None
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares and prints; 5 if a tensor differs, 11 if none does and some are not readable. With
     ``--black-box`` 5 stands for different, 11 for cannot tell. With ``--watch`` the code is that of
     the last report, and a look that fails after the first report prints its error."""
+    with _announcing(arguments) as announce:
+        return _look(arguments, announce)
+
+
+@contextmanager
+def _announcing(arguments: argparse.Namespace) -> Iterator[Callable[[Check], None]]:
+    """Yields what is told of each look: the run's page, and the file for Prometheus."""
+    from deltawire.launch.attest import note_found, write_metrics
+    from deltawire.launch.branches.version_names import VersionName
+    from deltawire.launch.pull import reporting
+    from deltawire.store import open_bucket
+
+    location = VersionName.parse(arguments.against).location
+    place = report_place(arguments, location) if arguments.watch is not None else ""
+    reporter, stack = None, ExitStack()
+
+    def announce(check: Check) -> None:
+        nonlocal reporter
+        if place and check.version is not None:
+            if reporter is None:
+                bucket = open_bucket(location)
+                reporter = stack.enter_context(reporting(bucket, place, "attest"))
+            note_found(reporter, check.report, check.version)
+        if arguments.prometheus:
+            write_metrics(arguments.prometheus, check.report)
+
+    with stack:
+        yield announce
+
+
+def _look(arguments: argparse.Namespace, announce: Callable[[Check], None]) -> int:
     from deltawire.errors import CorruptError, RetryError
 
     last: Check | None = None
@@ -109,6 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
                     raise
                 print(error, file=sys.stderr, flush=True)  # noqa: T201
             else:
+                announce(latest)
                 if last is None or latest.stated != last.stated:
                     show(latest, as_json=arguments.json)
                 last = latest
@@ -140,7 +190,7 @@ def checks_of(arguments: argparse.Namespace) -> Callable[[], Check]:
     def check() -> Check:
         report = attest(arguments.found, reference, arguments.also, trust, token=token)
         code = DIFFERENT if report.differs else 0 if report.equal else UNDECIDED
-        return Check(report, code, report, partial(print_report, report))
+        return Check(report, code, report, partial(print_report, report), reference.version)
 
     return check
 
@@ -166,7 +216,8 @@ def _black_box(
         report = box.check()
         # The figures are new at each look, and no news.
         stated = report.reference, report.verdict, report.fits, report.cause
-        return Check(report, codes[report.verdict], stated, partial(print_black_box, report))
+        show = partial(print_black_box, report)
+        return Check(report, codes[report.verdict], stated, show, box.version)
 
     return check
 

@@ -281,6 +281,9 @@ def _readers(status: RunStatus) -> Iterator[Metric]:
     ):
         values = [(labels, getattr(one, field)) for labels, one in named.items()]
         yield _gauge(name, text, ["reader", "kind", "host"], values)
+    values = [(labels, float(bool(one.alarm))) for labels, one in named.items()]
+    text = "1 while the engine that it attests holds other weights"
+    yield _gauge("reader_alarm", text, ["reader", "kind", "host"], values)
 
 
 def application(collector: RunCollector, *, token: str) -> Application:

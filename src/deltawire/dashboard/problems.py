@@ -56,6 +56,11 @@ def problems_of(status: RunStatus) -> list[RunProblem]:
     if stale.bound is not None and (stale.total.max or 0) > stale.bound:
         words = f"groups up to {stale.total.max} versions old were trained on; the bound is"
         found.append(RunProblem(severity="alarm", text=f"{words} {stale.bound}"))
+    found += [
+        RunProblem(severity="alarm", text=one.alarm, process=one.process)
+        for one in status.readers
+        if one.alarm and one.state != "ended"
+    ][:MAX_NAMED]
     found += [RunProblem(severity="warning", text=text) for text in status.problems]
     found.sort(key=lambda one: one.severity != "alarm")
     return found

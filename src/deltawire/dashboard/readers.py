@@ -41,12 +41,15 @@ class ReaderLine(msgspec.Struct, frozen=True, kw_only=True):
     late_s: float
     reason: str
     age_s: float
+    alarm: str = ""
     build: str
     traffic: StoreTraffic
 
     @property
     def words(self) -> str:
-        """How late the reader is, and why; empty if it is not."""
+        """What it found wrong, or how late the reader is, and why; empty if it is not."""
+        if self.alarm and self.state != "ended":
+            return self.alarm
         if self.state != "late":
             return ""
         versions = f"{self.lag} version{'s' if self.lag != 1 else ''}"
@@ -109,7 +112,7 @@ def _line(host: str, one: ReaderReport, now: float) -> ReaderLine:
     return ReaderLine(
         host=host, process=one.process, kind=one.kind, state=state,
         version=one.version if one.version >= 0 else None, lag=one.lag, late_s=one.late_s,
-        reason=one.reason, age_s=age_s, build=one.build, traffic=one.traffic,
+        reason=one.reason, age_s=age_s, alarm=one.alarm, build=one.build, traffic=one.traffic,
     )  # fmt: skip
 
 

@@ -20,10 +20,15 @@ _Text = Annotated[str, Meta(max_length=4096)]
 
 
 class AttestRequest(msgspec.Struct, frozen=True):
-    """The tensors of a checkpoint, and further names of tied ones."""
+    """The tensors of a checkpoint, and further names of tied ones.
+
+    ``since_loading`` also asks which live parameters still have the bits that the engine loaded at
+    its start.
+    """
 
     tensors: Annotated[list[TensorSpec], Meta(max_length=MAX_TENSORS)]
     aliases: Annotated[dict[Name, Name], Meta(max_length=MAX_TENSORS)] = {}
+    since_loading: bool = False
 
 
 class LivePart(msgspec.Struct, frozen=True, array_like=True):
@@ -48,13 +53,19 @@ class RankParts(msgspec.Struct, frozen=True, kw_only=True):
 
     ``unplaced`` names tensors that the loader does not only copy, with the reason. ``uncovered``
     counts, by live parameter, the elements of those that no tensor of the request is loaded into.
+    ``updating`` says that an update is under way: parameters have no memory in the middle of it.
+    ``untouched`` names live parameters with the bits of the engine's start, ``updated`` says
+    whether any has others.
     """
 
     failure: _Text = ""
+    updating: bool = False
     rank: int = 0
     parts: Annotated[list[LivePart], Meta(max_length=MAX_PARTS)] = []
     unplaced: Annotated[dict[Name, _Text], Meta(max_length=MAX_TENSORS)] = {}
     uncovered: Annotated[dict[Name, int], Meta(max_length=MAX_TENSORS)] = {}
+    untouched: Annotated[list[Name], Meta(max_length=MAX_TENSORS)] = []
+    updated: bool = False
     seconds: float = 0.0
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from deltawire.attest.engine import ask_engine, compare_engine
+from deltawire.attest.engine import ask_engine, compare_settled
 from deltawire.attest.requests import send
 from deltawire.attest.sides import Side, digests_side, local_side, version_side
 from deltawire.attest.statement import FILE, MAX_BYTES, decode_digests
 from deltawire.attest.verdicts import WeightReport, compare
 from deltawire.display import safe_line
 from deltawire.errors import InputError, ResyncError
+from deltawire.launch.black_box.judging import BlackBoxReport
 from deltawire.launch.branches.version_names import VersionName, open_version
+from deltawire.private_files import replace_private
+from deltawire.runtime.reader_report import ReaderReporter
 from deltawire.runtime.trusted import ReaderTrust
 from deltawire.store import Bucket
 from deltawire.sync import committed_versions
@@ -71,6 +77,11 @@ class KeptReference:
         self._held: Side | None = None
         self._version: int | None = None
 
+    @property
+    def version(self) -> int | None:
+        """The version that was loaded last; None if the reference is no run."""
+        return self._version
+
     def side(self) -> Side:
         """Returns the reference as it is now; raises as `open_side` does."""
         held = self._held
@@ -122,8 +133,50 @@ def attest(
     reference = against.side()
     others: Callable[[], list[Side]] = lambda: other_sides(against.text, also, trust)  # noqa: E731
     if found.startswith(("http://", "https://")) and not found.endswith(".json"):
-        return compare_engine(found, ask_engine(found, reference, token=token), reference, others)
+        ask = partial(ask_engine, found, reference, token=token)
+        return compare_settled(found, ask, reference, others)
     return compare(open_side(found, trust), reference, others)
+
+
+def note_found(
+    reporter: ReaderReporter | None, report: WeightReport | BlackBoxReport, version: int
+) -> None:
+    """Tells the run's page what a look found."""
+    if reporter is None:
+        return
+    reporter.alarms(safe_line(report.problem))
+    if report.problem:
+        reporter.waits("the engine holds other weights")
+    else:
+        reporter.holds(version)
+
+
+def write_metrics(path: str, report: WeightReport | BlackBoxReport) -> None:
+    """Writes what a look found for Prometheus, as node_exporter's textfile collector reads it.
+
+    Raises `InputError` if the file cannot be written.
+    """
+    if isinstance(report, WeightReport):
+        engine, found = report.found, {word: float(n) for word, n in report.counts.items()}
+    else:
+        words = ("same", "different", "cannot tell")
+        engine, found = report.endpoint, {one: float(one == report.verdict) for one in words}
+    name = json.dumps(safe_line(engine), ensure_ascii=False)
+    lines = [
+        "# HELP deltawire_attested Tensors, or looks by log-probabilities, with each verdict",
+        "# TYPE deltawire_attested gauge",
+        *(
+            f'deltawire_attested{{engine={name},verdict="{word}"}} {value:g}'
+            for word, value in found.items()
+        ),
+        "# HELP deltawire_attest_alarm 1 while the engine holds other weights",
+        "# TYPE deltawire_attest_alarm gauge",
+        f"deltawire_attest_alarm{{engine={name}}} {int(bool(report.problem))}",
+        "# HELP deltawire_attest_time_seconds When the engine was looked at last",
+        "# TYPE deltawire_attest_time_seconds gauge",
+        f"deltawire_attest_time_seconds{{engine={name}}} {time.time():.3f}",
+    ]
+    replace_private(Path(path), "".join(f"{line}\n" for line in lines).encode())
 
 
 def print_report(report: WeightReport, console: Console) -> None:
@@ -139,6 +192,11 @@ def print_report(report: WeightReport, console: Console) -> None:
         console.print(f"… and {hidden} more; --json lists all")
     for name in report.unexpected[:SHOWN]:
         console.print(safe_line(f"{name}: the reference does not have it"), markup=False)
+    for name in report.uncovered[:SHOWN]:
+        console.print(safe_line(f"no digest reads the live parameter {name}"), markup=False)
+    for name in report.untouched[:SHOWN]:
+        text = f"no update has changed the live parameter {name} since loading"
+        console.print(safe_line(text), markup=False)
     for note in report.notes:
         console.print(safe_line(note), markup=False)
     counts = ", ".join(f"{number} {word}" for word, number in report.counts.items() if number)

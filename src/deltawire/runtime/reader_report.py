@@ -66,7 +66,7 @@ MAX_HOST_BYTES = 1 << 20
 MAX_HOSTS = 1024
 """Views read the newest reports of so many hosts."""
 
-Kind = Literal["pull", "relay", "vllm", "sglang"]
+Kind = Literal["pull", "relay", "vllm", "sglang", "attest"]
 """The kinds of readers. Views show any other word, too: a later release may know more."""
 
 _LOG = logging.getLogger("deltawire.sync")
@@ -108,6 +108,7 @@ class ReaderReporter:
         self._clock = clock
         self._started_at = clock()
         self._noted = -1, ""
+        self._alarm = ""
         self._late = -2, 0.0
         """The version held at the last report, -2 before the first, and since when the next one had
         been there."""
@@ -122,6 +123,10 @@ class ReaderReporter:
     def waits(self, reason: str) -> None:
         """Notes why the reader does not hold the newest version; empty if nothing keeps it."""
         self._noted = self._noted[0], reason
+
+    def alarms(self, text: str) -> None:
+        """Notes what is wrong with the engine that this reader attests; empty if nothing is."""
+        self._alarm = text
 
     @contextmanager
     def running(self) -> Iterator[ReaderReporter]:
@@ -204,6 +209,7 @@ class ReaderReporter:
             lag=lag,
             late_s=late_s,
             reason=reason[:MAX_ALARM],
+            alarm=self._alarm[:MAX_ALARM],
             ended=ended,
             build=build_name(),
             traffic=store_traffic(),

@@ -192,7 +192,8 @@ class ReaderReport(msgspec.Struct, frozen=True, kw_only=True):
     engine.
 
     At ``at`` it held ``version`` (-1: none yet), ``lag`` versions less than the newest, the first
-    of which had been there for ``late_s``; ``reason`` says why, as far as it knows.
+    of which had been there for ``late_s``; ``reason`` says why, as far as it knows. ``alarm`` is
+    what a reader that attests an engine found wrong there.
     """
 
     process: _Name
@@ -204,6 +205,7 @@ class ReaderReport(msgspec.Struct, frozen=True, kw_only=True):
     lag: Index = 0
     late_s: _Seconds = 0.0
     reason: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
+    alarm: Annotated[str, Meta(max_length=MAX_ALARM)] = ""
     ended: bool = False
     build: Annotated[str, Meta(max_length=MAX_BUILD)] = ""
     traffic: StoreTraffic = StoreTraffic()

@@ -17,14 +17,16 @@ from loaders import Sharded, live_of
 from versions import checkpoint, first_version, next_version
 
 from deltawire import codec
+from deltawire.attest import engine
 from deltawire.attest.combining import described, total_of
 from deltawire.attest.engine import ask_engine, compare_engine
 from deltawire.attest.sides import Side
 from deltawire.cli import attest
 from deltawire.cli.main import main
+from deltawire.engines.following.parameter_sums import parameter_sums, record_changes
 from deltawire.engines.live_parts import METHOD, AttestRequest, EngineParts
 from deltawire.engines.vllm.attesting import answer_of
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import CorruptError, InputError, RetryError
 
 KINDS = {"dense": {}, "untied": {"tied": False}, "experts": {"experts": True},
          "expert parallel": {"experts": True, "ep": True}}  # fmt: skip
@@ -190,7 +192,7 @@ def test_a_tensor_that_no_rank_holds_and_a_parameter_that_no_digest_reads():
         module.head_of_draft = torch.nn.Parameter(torch.zeros(3))
     report, odd = fleet.report()
     assert not odd
-    assert "no digest reads the live parameter head_of_draft" in report.notes
+    assert report.uncovered == ["head_of_draft"]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,7 @@ def test_a_watch_goes_on_after_a_temporary_refusal(server, tmp_path, capsys, mon
 
     def respond(body, _):
         answer = answer_of(fleet.modules[0], body["args"][0], 0)
-        return next(statuses), msgspec.json.encode(EngineParts([answer]))
+        return next(statuses, 200), msgspec.json.encode(EngineParts([answer]))
 
     def sleep(_):
         nonlocal looks
@@ -319,3 +321,43 @@ def test_an_answer_about_elements_outside_of_a_tensor_is_refused():
         odd = msgspec.structs.replace(answer, parts=[part])
         with pytest.raises(CorruptError):
             compare_engine("the engine", [odd], reference)
+
+
+def test_what_no_update_has_changed_since_loading_is_listed():
+    fleet = Fleet("dense", 2)
+    for module in fleet.modules:
+        record_changes(module, parameter_sums(module))  # The hook in vLLM does, at the start.
+    reference = fleet.side()
+    assert fleet.report(reference)[0].untouched == []
+    names = [spec.name for spec in fleet.specs]
+    fleet.load(fleet.old, [name for name in names if name != "norm"])
+    for module in fleet.modules:
+        record_changes(module, parameter_sums(module))  # And at each reload.
+    report, odd = fleet.report(fleet.side(fleet.old), [reference])
+    assert odd.keys() == {"norm"}
+    assert report.untouched == ["norm"]
+    fleet.load(fleet.old, ["norm"])
+    assert fleet.report(fleet.side(fleet.old))[0].untouched == []
+
+
+def test_an_engine_in_the_middle_of_an_update_is_asked_again(monkeypatch):
+    """Layer by layer, vLLM takes the memory of parameters away and gives it back."""
+    monkeypatch.setattr(engine, "PAUSE_S", 0.0)
+    fleet = Fleet("dense", 1)
+    reference = fleet.side()
+    kept = fleet.modules[0].norm
+    fleet.modules[0].norm = torch.nn.Parameter(kept.to("meta"), requires_grad=False)
+    looks = []
+
+    def ask(after):
+        looks.append(after)
+        if len(looks) == after:
+            fleet.modules[0].norm = kept
+        return engine.ranks_of(msgspec.to_builtins(fleet.answers(reference)), "the engine")
+
+    assert engine.compare_settled("the engine", lambda: ask(3), reference).equal
+    assert len(looks) == 3
+    fleet.modules[0].norm = torch.nn.Parameter(kept.to("meta"), requires_grad=False)
+    with pytest.raises(RetryError, match="in the middle of an update"):
+        engine.compare_settled("the engine", lambda: ask(99), reference)
+    assert len(looks) == 3 + engine.LOOKS

@@ -18,6 +18,9 @@ from deltawire.placement.elements import CARRIER
 _CHANGES = "_deltawire_changes"
 """The attribute of a model that holds its changes after loading."""
 
+_LOADED = "_deltawire_loaded"
+"""The attribute that holds the sums of its parameters after it was first loaded."""
+
 _CHUNK_ELEMENTS = 1 << 22
 _ODD = 0x1E3779B97F4A7C15
 
@@ -61,8 +64,22 @@ def differences(
 
 
 def record_changes(model: torch.nn.Module, before: Mapping[str, ParameterSum]) -> None:
-    """Keeps with ``model`` how it differs from its sums ``before``."""
-    model.__dict__[_CHANGES] = differences(before, parameter_sums(model))
+    """Keeps with ``model`` how it differs from its sums ``before``, and its sums at the start."""
+    after = parameter_sums(model)
+    model.__dict__[_CHANGES] = differences(before, after)
+    model.__dict__.setdefault(_LOADED, after)
+
+
+def since_loading(model: torch.nn.Module) -> tuple[list[str], bool]:
+    """Returns the parameters of more than one element that still have the bits with which the
+    engine started, and whether any has others; nothing if the start was not observed."""
+    loaded: dict[str, ParameterSum] | None = model.__dict__.get(_LOADED)
+    if loaded is None:
+        return [], False
+    now = parameter_sums(model)
+    several = [name for name, held in now.items() if torch.Size(held.shape).numel() > 1]
+    untouched = [name for name in several if now[name] == loaded.get(name)]
+    return untouched, len(untouched) < len(several)
 
 
 def changes_after_loading(model: torch.nn.Module) -> dict[str, str] | None:

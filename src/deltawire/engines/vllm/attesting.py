@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from deltawire.engines.following.parameter_sums import changes_after_loading
+from deltawire.engines.following.parameter_sums import changes_after_loading, since_loading
 from deltawire.engines.live_parts import AttestRequest, LivePart, RankParts
 from deltawire.errors import DeltawireError, InputError
 from deltawire.placement.placement import Placement, Region, probe
@@ -70,14 +70,35 @@ def answer_of(
     began = time.perf_counter()
     try:
         asked = msgspec.json.decode(request, type=AttestRequest)
+        if any(held.is_meta for held in model.parameters()):
+            return RankParts(rank=rank, updating=True)
         answer = _read(model, asked, rank, context)
         if draft is not None and draft is not model:
             answer = _with_draft(answer, draft, asked, context if one_checkpoint else None)
+        else:
+            draft = None
+        if asked.since_loading:
+            answer = _with_age(answer, model, draft)
     except DeltawireError as error:
         return RankParts(rank=rank, failure=str(error))
     except Exception as error:
         return RankParts(rank=rank, failure=f"{type(error).__name__}: {str(error)[:500]}")
     return msgspec.structs.replace(answer, seconds=time.perf_counter() - began)
+
+
+def _with_age(
+    answer: RankParts, model: torch.nn.Module, draft: torch.nn.Module | None
+) -> RankParts:
+    """Adds which parameters still have the bits that they were loaded with. A draft shares some of
+    the model's own."""
+    untouched, updated = since_loading(model)
+    if draft is not None:
+        shared = {id(held) for held in model.parameters()}
+        own = {n for n, held in draft.named_parameters() if id(held) not in shared}
+        names, changed = since_loading(draft)
+        untouched += [f"draft: {name}" for name in names if name in own]
+        updated = updated or changed
+    return msgspec.structs.replace(answer, untouched=untouched, updated=updated)
 
 
 def _with_draft(

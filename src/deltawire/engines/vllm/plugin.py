@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from deltawire.engines.vllm.settings import attests_here
+
 BACKEND = "deltawire"
 
 
@@ -27,3 +29,9 @@ def register() -> None:
 
     postprocess_check.install()
     core_controller.hook()
+    if attests_here():
+        from vllm.v1.worker.worker_base import WorkerBase
+
+        from deltawire.engines.vllm.attesting import AttestWorker
+
+        WorkerBase.deltawire_live_digests = AttestWorker.deltawire_live_digests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from deltawire.engines.following.settings import FollowSettings, parse
@@ -24,16 +25,29 @@ ATTESTS = "deltawire.engines.vllm.attesting."
 """The module whose worker extension reads weights and never writes them."""
 
 
+ATTEST = "DELTAWIRE_ATTEST"
+"""The variable that adds `attesting.AttestWorker` to all engines of a process: a framework that
+sets its own worker extension leaves no other way."""
+
+
+def attests_here() -> bool:
+    """Returns whether `ATTEST` is set to anything but 0."""
+    return os.environ.get(ATTEST, "0") not in ("", "0")
+
+
 def only_attests(vllm_config: Any) -> bool:
     """Returns whether deltawire only reads this engine's weights."""
     extension = getattr(vllm_config.parallel_config, "worker_extension_cls", "") or ""
-    return extension.startswith(ATTESTS)
+    return extension.startswith(ATTESTS) or not follows(vllm_config)
 
 
 def in_use(vllm_config: Any) -> bool:
     """Returns whether deltawire updates or reads this engine's weights."""
-    if vllm_config is None:
-        return False
+    return vllm_config is not None and (attests_here() or follows(vllm_config))
+
+
+def follows(vllm_config: Any) -> bool:
+    """Returns whether the engine's configuration names deltawire."""
     transfer = getattr(vllm_config, "weight_transfer_config", None)
     extension = getattr(vllm_config.parallel_config, "worker_extension_cls", "") or ""
     additional = getattr(vllm_config, "additional_config", None)

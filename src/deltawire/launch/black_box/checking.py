@@ -70,6 +70,12 @@ class BlackBox:
         self._sequences: list[tuple[int, ...]] = []
         self._vocabulary = 0
 
+    @property
+    def version(self) -> int | None:
+        """The version of the reference at the last look; None if it is no version of a run."""
+        text = self._names[0] if self._names else ""
+        return None if (Path(text) / "config.json").is_file() else VersionName.parse(text).version
+
     def check(self) -> BlackBoxReport:
         """Returns a report; raises as opening the versions and asking the endpoint do."""
         options = self._options

@@ -84,6 +84,18 @@ class BlackBoxReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     cause: Literal["", "version", "prefix cache"] = ""
     notes: list[str] = []
 
+    @property
+    def problem(self) -> str:
+        """Says what is different, in one sentence; empty if that is not certain."""
+        if self.verdict != "different":
+            return ""
+        why = {
+            "version": f": {self.fits} fits best",
+            "prefix cache": ": its prefix cache holds what other weights computed",
+            "": "",
+        }[self.cause]
+        return f"{self.endpoint} answers differently than {self.reference}{why}"
+
 
 class TwoSided:
     """Evidence that the mean of payoffs in [-1, 1] is above 0, or below."""

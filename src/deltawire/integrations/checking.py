@@ -1,0 +1,136 @@
+"""Compares what engines hold after an update with what the trainer held, and warns or stops.
+
+::
+
+    trainer ── digests (before the update) ── update of the framework ── ask each engine ─▶ compare
+                                                                        (training waits)
+
+An engine that cannot be asked, or tensors that are not readable, give one warning for each text,
+and count neither as equal nor as different.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from deltawire.attest import Digests
+from deltawire.attest.engine import compare_settled
+from deltawire.attest.sides import Side
+from deltawire.attest.verdicts import WeightReport
+from deltawire.display import safe_line
+from deltawire.engines.live_parts import RankParts
+from deltawire.errors import DeltawireError, InputError, StoppedError
+
+OnMismatch = Literal["warn", "stop"]
+Ask = Callable[[Side], list[RankParts]]
+"""Has all ranks of an engine digest what they hold of a reference."""
+
+log = logging.getLogger(__name__)
+
+
+class WeightCheck:
+    """Compares after updates, and keeps the newest report of each engine in ``last``.
+
+    With ``on_mismatch="stop"`` tensors that differ raise `StoppedError`, with ``"warn"`` they are
+    logged. ``every`` leaves updates out: the first one is compared, then each Nth. Floating-point
+    weights are compared as ``dtype``, which the engine serves; None keeps that of the trainer.
+
+    Example::
+
+        check = WeightCheck("stop")
+        check.examine(Side("update 1", digests(model, dtype=check.dtype)), {url: ask})
+    """
+
+    def __init__(
+        self,
+        on_mismatch: OnMismatch = "warn",
+        *,
+        every: int = 1,
+        dtype: str | None = "bfloat16",
+        token: str = "",
+    ) -> None:
+        if on_mismatch not in ("warn", "stop"):
+            raise InputError(f'on_mismatch is "warn" or "stop", not {on_mismatch!r}')
+        if every < 1:
+            raise InputError("every must be at least 1")
+        self.on_mismatch, self.dtype, self.token = on_mismatch, dtype, token
+        self.last: dict[str, WeightReport] = {}
+        self.updates = 0
+        self._every = every
+        self._before: Side | None = None
+        self._said: set[str] = set()
+
+    def due(self) -> bool:
+        """Counts an update, and returns whether it is compared."""
+        due = self.next_is_due
+        self.updates += 1
+        return due
+
+    @property
+    def next_is_due(self) -> bool:
+        """Whether the next update is compared."""
+        return self.updates % self._every == 0
+
+    def reference(self, found: Digests) -> Side:
+        """Returns the trainer's weights of this update as a side."""
+        return Side(f"update {self.updates}", found)
+
+    def examine(self, reference: Side, engines: Mapping[str, Ask]) -> None:
+        """Compares each engine; see the class for what a difference does."""
+        self.act(self.compare(reference, engines))
+
+    def compare(self, reference: Side, engines: Mapping[str, Ask]) -> str:
+        """Compares each engine, and returns what differs in one sentence; empty if nothing does."""
+        before, self._before = self._before, reference
+        others = [] if before is None else [before]
+        found = []
+        for name, ask in engines.items():
+            try:
+                report = compare_settled(
+                    name, lambda ask=ask: ask(reference), reference, lambda: others
+                )
+            except DeltawireError as error:
+                self.warn_once(f"{name} was not compared: {error}")
+                continue
+            self.last[name] = report
+            if report.differs:
+                found.append(safe_line(report.problem))
+            elif not report.equal:
+                self.warn_once(f"{name}: {_unreadable(report)}")
+        if not engines:
+            self.warn_once("there is no engine to compare")
+        return "; ".join(found)
+
+    def act(self, problem: str) -> None:
+        """Logs a problem, or stops the training because of it."""
+        if problem and self.on_mismatch == "stop":
+            raise StoppedError(
+                f"after an update, {problem}", hint='on_mismatch="warn" would log it and train on'
+            )
+        if problem:
+            log.warning("after an update, %s", problem)
+
+    def warn_once(self, text: str) -> None:
+        """Logs a text that was not logged before."""
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("%s", safe_line(text))
+
+
+def _unreadable(report: WeightReport) -> str:
+    odd = [one for one in report.tensors if one.verdict == "not readable"]
+    first = f", such as {odd[0].name}: {odd[0].text}" if odd else ""
+    return f"{len(odd)} of {len(report.tensors)} tensors are not readable{first}"
+
+
+def wrapped_once(owner: Any, name: str, check: WeightCheck, wrap: Callable[[Any], Any]) -> None:
+    """Replaces a function of a class or a module by ``wrap`` of it, once: a later ``verify`` takes
+    the place of an earlier one."""
+    original = getattr(owner, name)
+    original = getattr(original, "_deltawire_original", original)
+    replacement = wrap(original)
+    replacement._deltawire_original = original
+    replacement._deltawire_check = check
+    setattr(owner, name, replacement)

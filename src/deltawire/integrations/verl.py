@@ -1,0 +1,112 @@
+"""Attests verl's vLLM replicas after each update. Configuration of verl::
+
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=deltawire.integrations.verl
+
+verl imports the module in the process that updates the replicas, with any checkpoint engine, also
+the default one of trainers that share accelerators with the sampler. ``DELTAWIRE_ON_MISMATCH`` says
+"warn" (default) or "stop", ``DELTAWIRE_CHECK_EVERY`` which updates are compared. The servers need
+``DELTAWIRE_ATTEST=1``: set it where Ray starts. Nothing is asked over HTTP.
+
+::
+
+    driver ── each trainer rank exports its weights, rank 0 digests them ── verl's own update
+           ── each server's ranks digest what they hold ── compare
+"""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from typing import Any
+
+from verl.checkpoint_engine.base import CheckpointEngineManager
+
+from deltawire.attest import Digests, digests_of_stream
+from deltawire.errors import InputError
+from deltawire.integrations.asking import in_actor, on_actors
+from deltawire.integrations.checking import OnMismatch, WeightCheck, wrapped_once
+
+
+def verify(
+    on_mismatch: OnMismatch = "warn", *, every: int = 1, dtype: str | None = "bfloat16"
+) -> WeightCheck:
+    """Compares the weights of all replicas with the trainer's after each update. The options are
+    those of `WeightCheck`, which is returned."""
+    check = WeightCheck(on_mismatch, every=every, dtype=dtype)
+
+    def wrap(original: Any) -> Any:
+        @wraps(original)
+        def update_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _update(original, self, check, *args, **kwargs)
+
+        return update_weights
+
+    wrapped_once(CheckpointEngineManager, "update_weights", check, wrap)
+    return check
+
+
+def _update(original: Any, manager: Any, check: WeightCheck, *args: Any, **kwargs: Any) -> Any:
+    """Updates, then compares; returns what verl's function does, which may be awaitable."""
+    found = exported(manager.actor_wg.workers, check) if check.due() else None
+    result = original(manager, *args, **kwargs)
+    if found is None:
+        return result
+    engines = {
+        f"server {number}.{rank}": in_actor(server, "engine", f"server {number}.{rank}")
+        for number, replica in enumerate(manager.replicas)
+        for rank, server in enumerate(replica.servers[:1])
+    }
+    reference = check.reference(found)
+    if not hasattr(result, "__await__"):
+        check.examine(reference, engines)
+        return result
+
+    async def updated() -> Any:
+        import asyncio
+
+        done = await result
+        await asyncio.to_thread(check.examine, reference, engines)
+        return done
+
+    return updated()
+
+
+def exported(workers: Any, check: WeightCheck) -> Digests | None:
+    """Returns the digests of what the trainer's ranks export; None for an adapter by itself."""
+    found: list[Digests | str | None] = on_actors(workers, digest_export, check.dtype)
+    first = next(one for one in found if one is not None)
+    if isinstance(first, str):
+        check.warn_once(first)
+        return None
+    return first
+
+
+def digest_export(holder: Any, dtype: str | None) -> Digests | str | None:
+    """Runs in each trainer rank: exports the weights as verl does for an update."""
+    stream, adapter = trainer_of(holder).get_per_tensor_param()
+    if adapter is not None:
+        return "adapters that verl does not merge are not compared"
+    import torch
+
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        for _ in stream:  # Exporting is collective.
+            pass
+        return None
+    return digests_of_stream(stream, dtype=dtype)
+
+
+def trainer_of(holder: Any) -> Any:
+    """Returns the training engine of one of verl's actors, which may hold several workers."""
+    held = [holder, *getattr(holder, "worker_dict", {}).values()]
+    held += getattr(holder, "fused_worker_dict", {}).values()
+    for one in held:
+        engine = getattr(getattr(one, "actor", None), "engine", None)
+        if engine is not None:
+            return engine
+    raise InputError(f"{type(holder).__name__} has no trainer that exports weights")
+
+
+verify(
+    "stop" if os.environ.get("DELTAWIRE_ON_MISMATCH") == "stop" else "warn",
+    every=int(os.environ.get("DELTAWIRE_CHECK_EVERY", "1")),
+)

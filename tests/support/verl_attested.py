@@ -1,0 +1,90 @@
+"""A trainer and a server for verl's own manager, in Ray, whose weights are compared: they import
+verl. Replaced is what computes: the trainer holds made-up weights, and the server a small engine of
+two ranks with vLLM's ``collective_rpc``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+from benchmarks.attest.engines import drawn, fleet, load, stepped
+
+
+class Export:
+    """The part of verl's training engines that exports weights."""
+
+    def __init__(self) -> None:
+        self.weights = drawn(1)
+
+    def get_per_tensor_param(self, **_: Any) -> tuple[Any, None]:
+        """Exports each tensor with its name."""
+        return iter(self.weights.items()), None
+
+
+class Trainer(Worker):  # type: ignore[misc]
+    """A rank of the trainer, with the members of verl's ``ActorRolloutRefWorker`` that are used."""
+
+    def __init__(self, server: Any) -> None:
+        super().__init__()
+        self.actor = SimpleNamespace(engine=Export())
+        self._server = server
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def update_weights(self, global_steps: int, mode: str) -> None:
+        """Sends the weights of this step."""
+        assert mode == "naive"
+        if self.rank == 0:
+            ray.get(self._server.load.remote(self.actor.engine.weights))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def train(self, seed: int) -> None:
+        """Makes a step."""
+        self.actor.engine.weights = stepped(self.actor.engine.weights, seed)
+
+
+class Engine:
+    """What verl's server holds as ``engine``: asynchronous, as vLLM's."""
+
+    def __init__(self) -> None:
+        self.modules = fleet(2, drawn(1))
+
+    async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[Any]:
+        """Answers as vLLM's workers do."""
+        import msgspec
+
+        from deltawire.engines.vllm.attesting import answer_of
+
+        assert method == "deltawire_live_digests"
+        ranks = enumerate(self.modules)
+        return [msgspec.to_builtins(answer_of(one, args[0], rank)) for rank, one in ranks]
+
+
+@ray.remote(num_cpus=0)
+class Server:
+    """verl's server of a replica; ``drops`` are tensors that its updates leave out."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.drops: tuple[str, ...] = ()
+
+    async def drop(self, names: tuple[str, ...]) -> None:
+        """Leaves tensors out from now on."""
+        self.drops = names
+
+    async def load(self, weights: dict[str, torch.Tensor]) -> None:
+        """Loads weights."""
+        for module in self.engine.modules:
+            load(module, {name: one for name, one in weights.items() if name not in self.drops})
+
+
+def trainers(count: int, server: Any) -> RayWorkerGroup:
+    """A group of trainer ranks on CPUs."""
+    made = RayClassWithInitArgs(cls=ray.remote(Trainer), server=server)
+    pool = RayResourcePool([count], use_gpu=False, max_colocate_count=1)
+    return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name="cpu")

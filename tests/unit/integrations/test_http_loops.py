@@ -1,0 +1,161 @@
+"""AReaL and prime-rl by their interfaces, and slime's hook with an endpoint that scores."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+from loops import Policy, SmallEngine, pretend
+from safetensors.torch import save_file
+
+from deltawire.errors import StoppedError
+
+
+class ArealEngine:
+    """AReaL at 4aef98d: ``areal.engine.fsdp_engine.FSDPEngine``."""
+
+    rank = 0
+
+    def __init__(self, policy, engine, addresses, *, lora=False):
+        self.config = SimpleNamespace(use_lora=lora)
+        self.model, self.engine = policy, engine
+        inner = SimpleNamespace(addresses=addresses)
+        self.rollout_engine = SimpleNamespace(_engine=inner)
+
+    def update_weights(self, meta):
+        assert meta.type == "xccl"
+        self.engine.update(self.model.served())
+
+
+META = SimpleNamespace(type="xccl")
+
+
+@pytest.fixture
+def areal(monkeypatch, integration):
+    kind = type("FSDPEngine", (ArealEngine,), {})
+    pretend(monkeypatch, "areal.engine.fsdp_engine", FSDPEngine=kind)
+    return integration("areal"), kind
+
+
+def test_areal_s_servers_are_compared(areal, serve):
+    module, kind = areal
+    check = module.verify("stop", token="key")
+    policy = Policy()
+    engine = SmallEngine(policy.served())
+    server = serve(engine, token="key")
+    own = kind(policy, engine, [server.address])
+    own.update_weights(META)
+    assert check.last[server.address].equal
+    engine.drops = ("gate",)
+    policy.step()
+    with pytest.raises(StoppedError, match="gate"):
+        own.update_weights(META)
+
+
+def test_areal_s_adapters_are_said_not_to_be_compared(areal, caplog):
+    module, kind = areal
+    check = module.verify("stop")
+    policy = Policy()
+    kind(policy, SmallEngine(policy.served()), [], lora=True).update_weights(META)
+    assert "adapters" in caplog.text
+    assert not check.last
+
+
+class PrimePool:
+    """prime-rl at 559b447: ``prime_rl.utils.client.InferencePool``."""
+
+    def __init__(self, engine, url, token):
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.admin_clients = [SimpleNamespace(base_url=f"{url}/", headers=headers)]
+        self.engine = engine
+
+    async def update_weights(self, weight_dir, lora_name=None, step=0):
+        from safetensors.torch import load_file
+
+        if weight_dir is not None:
+            self.engine.update(load_file(weight_dir / "model.safetensors"))
+
+
+def test_prime_rl_s_servers_are_compared_with_the_files_of_the_step(
+    monkeypatch, integration, serve, tmp_path, caplog
+):
+    kind = type("InferencePool", (PrimePool,), {})
+    pretend(monkeypatch, "prime_rl.utils.client", InferencePool=kind)
+    check = integration("prime_rl").verify("stop")
+    policy = Policy()
+    engine = SmallEngine(policy.served())
+    server = serve(engine, token="key")
+    pool = kind(engine, server.url, "key")
+
+    def step(number, **options):
+        folder = tmp_path / f"step_{number}"
+        folder.mkdir()
+        save_file(policy.served(), folder / "model.safetensors")
+        policy.step()
+        asyncio.run(pool.update_weights(folder, step=number, **options))
+
+    step(1)
+    assert check.last[server.url].equal
+    step(2, lora_name="adapter")
+    asyncio.run(pool.update_weights(None))
+    assert caplog.text.count("are compared") == 1
+    engine.drops = ("up",)
+    with pytest.raises(StoppedError, match=r"step_3 in 1 of 12 tensors: up \("):
+        step(3)
+
+
+def test_slime_s_engines_are_scored_against_the_version_before(monkeypatch, tmp_path, caplog):
+    """slime at 624b824: ``--custom-update-weight-post-write-path``."""
+    import deltawire.integrations.slime as slime
+    from deltawire.integrations.checking import WeightCheck
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    pretend(monkeypatch, "ray", get=lambda found: found)
+    asked = []
+
+    class Box:
+        def __init__(self, options, trust):
+            asked.append((options.url, sorted(p.name for p in _files(options.against))))
+
+        def check(self):
+            return SimpleNamespace(verdict=verdicts.pop(0))
+
+    monkeypatch.setattr(slime, "BlackBox", Box)
+    hook = slime.Hook(WeightCheck("stop", every=1))
+    engine = SimpleNamespace(get_url=SimpleNamespace(remote=lambda: "http://engine"))
+    verdicts = ["same", "cannot tell", "different"]
+    for version in range(1, 5):
+        folder = tmp_path / f"weight_v{version:06d}"
+        folder.mkdir()
+        (folder / f"{version}.safetensors").write_bytes(b"x")
+        if version == 4:
+            with pytest.raises(StoppedError, match="other weights than weight_v000003"):
+                hook(None, str(folder), [engine])
+        else:
+            hook(None, str(folder), [engine])
+        (folder / f"{version}.safetensors").unlink()  # slime removes what its engines have read.
+    assert [files for _, files in asked] == [[f"{version}.safetensors"] for version in (1, 2, 3)]
+    assert "cannot tell" in caplog.text
+    assert sorted(p.name for p in (tmp_path / slime.KEPT).iterdir()) == ["weight_v000004"]
+
+
+def _files(folder):
+    from pathlib import Path
+
+    return list(Path(folder).iterdir())
+
+
+def test_another_module_runs_with_the_check(monkeypatch, integration, tmp_path):
+    from deltawire.integrations.__main__ import main
+
+    kind = type("InferencePool", (PrimePool,), {})
+    pretend(monkeypatch, "prime_rl.utils.client", InferencePool=kind)
+    integration("prime_rl")
+    place = tmp_path / "seen_arguments.py"
+    place.write_text("import pathlib, sys\npathlib.Path(sys.argv[1]).write_text(repr(sys.argv))\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = tmp_path / "out"
+    monkeypatch.setattr("sys.argv", ["x"])
+    main(["prime_rl", "--on-mismatch", "stop", "seen_arguments", str(out), "@", "a.toml"])
+    assert "'@', 'a.toml'" in out.read_text()
+    assert kind.update_weights._deltawire_check.on_mismatch == "stop"

@@ -1,0 +1,141 @@
+"""What a comparison after an update does: equal, different, not readable, no answer."""
+
+import logging
+
+import msgspec
+import pytest
+from loops import Policy, SmallEngine
+
+from deltawire.attest import digests
+from deltawire.engines.live_parts import METHOD
+from deltawire.errors import InputError, RetryError, StoppedError
+from deltawire.integrations.asking import in_process
+from deltawire.integrations.checking import WeightCheck
+
+
+class Loop:
+    """A trainer that updates one engine and compares."""
+
+    def __init__(self, *options, drops=(), **more):
+        self.policy = Policy()
+        self.engine = SmallEngine(self.policy.served(), drops)
+        self.check = WeightCheck(*options, **more)
+
+    def update(self, ask=None):
+        if self.check.due():
+            found = digests(self.policy, dtype="bfloat16")
+            self.engine.update(self.policy.served())
+            reference = self.check.reference(found)
+            self.check.examine(reference, {"e": ask or in_process(self.engine, "e")})
+        self.policy.step()
+
+
+def test_honest_updates_are_equal(caplog):
+    loop = Loop("stop")
+    for _ in range(3):
+        loop.update()
+        assert loop.check.last["e"].equal
+    assert not caplog.records
+
+
+def test_a_dropped_tensor_stops_the_training_and_is_named_with_its_version():
+    loop = Loop("stop", drops=("norm",))
+    loop.update()
+    with pytest.raises(StoppedError, match=r"update 2 in 1 of 12 tensors: norm \(.*update 1"):
+        loop.update()
+
+
+def test_a_warning_lets_the_training_go_on(caplog):
+    loop = Loop("warn", drops=("norm",))
+    for _ in range(2):
+        loop.update()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "norm" in record.getMessage()
+
+
+def test_updates_are_left_out():
+    loop = Loop("stop", every=3)
+    for _ in range(4):
+        loop.update()
+        assert loop.check.last
+        loop.engine.drops = ("norm",) if loop.check.updates < 3 else ()
+    assert loop.check.updates == 4
+
+
+def test_an_engine_that_does_not_answer_is_no_mismatch_and_said_once(caplog):
+    def refuse(_):
+        raise RetryError("it is away")
+
+    loop = Loop("stop")
+    for _ in range(2):
+        loop.update(refuse)
+    (record,) = caplog.records
+    assert "was not compared: it is away" in record.getMessage()
+    assert not loop.check.last
+
+
+def test_what_is_not_readable_is_not_equal_and_no_mismatch(caplog):
+    loop = Loop("stop")
+    for module in loop.engine.modules:
+        module.__dict__.pop("_deltawire_changes", None)
+    ask = in_process(loop.engine, "e")
+    found = digests(loop.policy, dtype="bfloat16")
+    loop.check.due()
+    loop.check.examine(loop.check.reference(found), {"e": ask})
+    assert not loop.check.last["e"].equal
+    assert "not readable" in caplog.text
+
+
+def test_an_update_under_way_is_looked_at_again():
+    """Half of an update is not a mismatch if the rest arrives before the next look."""
+    loop = Loop("stop")
+    loop.update()
+    half = {name: held for name, held in loop.policy.served().items() if name < "k"}
+    for module in loop.engine.modules:
+        module.load_weights(half.items())
+    looks = []
+
+    def ask(reference):
+        found = in_process(loop.engine, "e")(reference)
+        looks.append(found)
+        loop.engine.update(loop.policy.served())  # The other half.
+        return found
+
+    reference = loop.check.reference(digests(loop.policy, dtype="bfloat16"))
+    loop.check.examine(reference, {"e": ask})
+    assert len(looks) == 2
+    assert loop.check.last["e"].equal
+
+
+def test_weights_that_keep_changing_are_said_to():
+    loop = Loop("warn")
+
+    def ask(reference):
+        loop.policy.step()
+        loop.engine.update(loop.policy.served())
+        return in_process(loop.engine, "e")(reference)
+
+    loop.check.due()
+    reference = loop.check.reference(digests(loop.policy, dtype="bfloat16"))
+    loop.check.examine(reference, {"e": ask})
+    assert "an update is under way" in loop.check.last["e"].notes[0]
+
+
+def test_options_are_checked():
+    with pytest.raises(InputError, match="on_mismatch"):
+        WeightCheck("ignore")
+    with pytest.raises(InputError, match="every"):
+        WeightCheck(every=0)
+
+
+def test_an_answer_that_cannot_be_read_is_said(caplog):
+    class Odd:
+        def collective_rpc(self, method, args):
+            assert method == METHOD
+            return [{"rank": "none"}]
+
+    loop = Loop("stop")
+    loop.update(in_process(Odd(), "odd"))
+    assert "the answer of odd cannot be read" in caplog.text
+    assert msgspec.json.encode(loop.check.last) == b"{}"
