@@ -17,7 +17,9 @@ slime=624b824a8
 packages=$(.venv-clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 {
     echo "$PWD/src"
-    .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+    # Its .pth files too: one of them finds deltawire's kernels.
+    .venv/bin/python -c 'import sysconfig
+print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))'
 } >"$packages/clients.pth"
 # The clients themselves without what they name: the cookbook's renderers need Python 3.12 or more,
 # and the recipes that run here do not use them.

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from attested_server import Server
 
 from deltawire.errors import StoppedError
 
@@ -47,19 +48,24 @@ def workers():
     ray.shutdown()
 
 
-def test_one_line_of_verl_s_configuration_compares_its_replicas(workers, caplog, monkeypatch):
+def test_one_line_of_verl_s_configuration_compares_its_replicas(
+    workers, caplog, monkeypatch, request
+):
     import ray
 
     server = workers.Server.remote()
     trainer = workers.trainers(2, server)
-    replica = SimpleNamespace(servers=[server], workers=[])
+    asked = lambda method, args: ray.get(server.answers.remote(method, args))  # noqa: E731
+    front = Server(SimpleNamespace(collective_rpc=asked))
+    request.addfinalizer(front.close)
+    replica = SimpleNamespace(server_address=front.address, workers=[])
     config = SimpleNamespace(backend="naive", custom_backend_module=MODULE)
     manager = base.CheckpointEngineManager(config, trainer, [replica])
     check = type(manager).update_weights._deltawire_check
     for step in range(3):
         trainer.train(step)
         assert manager.update_weights(global_steps=step) == {}
-        assert check.last["server 0.0"].equal
+        assert check.last[front.address].equal
     assert not [one for one in caplog.records if one.name.startswith("deltawire")]
 
     ray.get(server.drop.remote(("norm",)))

@@ -1,12 +1,13 @@
 """A trainer and a server for verl's own manager, in Ray, whose weights are compared: they import
 verl. Replaced is what computes: the trainer holds made-up weights, and the server a small engine of
-two ranks with vLLM's ``collective_rpc``."""
+two ranks, which the test puts behind vLLM's ``/collective_rpc``."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import ray
 import torch
 from verl.single_controller.base import Worker
@@ -14,6 +15,8 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from benchmarks.attest.engines import drawn, fleet, load, stepped
+from deltawire.engines.live_parts import METHOD
+from deltawire.engines.vllm.attesting import answer_of
 
 
 class Export:
@@ -48,39 +51,28 @@ class Trainer(Worker):  # type: ignore[misc]
         self.actor.engine.weights = stepped(self.actor.engine.weights, seed)
 
 
-class Engine:
-    """What verl's server holds as ``engine``: asynchronous, as vLLM's."""
+@ray.remote(num_cpus=0)
+class Server:
+    """An engine of two ranks; ``drops`` are tensors that its updates leave out."""
 
     def __init__(self) -> None:
         self.modules = fleet(2, drawn(1))
-
-    async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[Any]:
-        """Answers as vLLM's workers do."""
-        import msgspec
-
-        from deltawire.engines.vllm.attesting import answer_of
-
-        assert method == "deltawire_live_digests"
-        ranks = enumerate(self.modules)
-        return [msgspec.to_builtins(answer_of(one, args[0], rank)) for rank, one in ranks]
-
-
-@ray.remote(num_cpus=0)
-class Server:
-    """verl's server of a replica; ``drops`` are tensors that its updates leave out."""
-
-    def __init__(self) -> None:
-        self.engine = Engine()
         self.drops: tuple[str, ...] = ()
 
-    async def drop(self, names: tuple[str, ...]) -> None:
+    def drop(self, names: tuple[str, ...]) -> None:
         """Leaves tensors out from now on."""
         self.drops = names
 
-    async def load(self, weights: dict[str, torch.Tensor]) -> None:
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
         """Loads weights."""
-        for module in self.engine.modules:
+        for module in self.modules:
             load(module, {name: one for name, one in weights.items() if name not in self.drops})
+
+    def answers(self, method: str, args: list[str]) -> list[Any]:
+        """Answers as vLLM's workers do."""
+        assert method == METHOD
+        ranks = enumerate(self.modules)
+        return [msgspec.to_builtins(answer_of(one, args[0], rank)) for rank, one in ranks]
 
 
 def trainers(count: int, server: Any) -> RayWorkerGroup:

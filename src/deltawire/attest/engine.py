@@ -29,8 +29,7 @@ PAUSE_S = 0.5
 """Seconds between two looks at weights that are not equal."""
 
 HINT = (
-    "start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
-    "deltawire.engines.vllm.attesting.AttestWorker, with deltawire installed there"
+    "start vLLM with DELTAWIRE_ATTEST=1 and VLLM_SERVER_DEV_MODE=1, with deltawire installed there"
 )
 
 
@@ -107,6 +106,7 @@ def compare_settled(
     counts, and a note says that the weights kept changing. Raises `UpdatingError` if the engine
     was in the middle of an update at the last look, and as ``ask`` does."""
     before: list[RankParts] | None = None
+    ranks: list[RankParts] = []
     for look in range(1, LOOKS + 1):
         try:
             ranks = ask()
@@ -142,10 +142,16 @@ def compare_engine(
     With elements of the reference each part on each rank is compared with its own elements. With
     digests only, the parts that together hold each element once are added up, and further copies
     are compared with those of the same place. Raises `CorruptError` for parts outside of their
-    tensors.
+    tensors, `InputError` if no rank holds any tensor of the reference.
     """
     specs = [one.spec for one in reference.digests.tensors]
     held = _by_tensor(specs, ranks)
+    if not any(held.values()):
+        raise InputError(
+            f"{url} and {reference.name} are different models: the engine holds no tensor named "
+            f"{min(held, default='')[:80]!r}, nor any other of the reference",
+            hint="are the names those of the checkpoint?",
+        )
     sums = {name: _sum_once(spec, held[name]) for name, spec in _named(specs)}
     summed = (described(s, one) for s in specs if (one := sums[s.name]) is not None)
     found = Side(url, total_of(summed))

@@ -22,11 +22,10 @@ def digest_part(name: str, shape: Sequence[int], indexes: Sequence[Index], bits:
     combination of ``indexes``, one ascending array for each dimension, in row-major order."""
     if not bits.size:
         return codec.ZERO
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    whole = [len(index) == size for index, size in zip(indexes, shape, strict=True)]
-    if all(whole[1:]) and (not indexes or _is_range(indexes[0])):
-        start = int(indexes[0][0]) * strides[0] if indexes else 0
+    start = first_of_range(shape, indexes)
+    if start is not None:
         return codec.digest_bits(name, bits, start)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     inner = np.zeros(1, np.int64)
     for index, stride in zip(indexes[1:], strides[1:], strict=True):
         inner = (inner[:, None] + index * stride).reshape(-1)
@@ -38,6 +37,17 @@ def digest_part(name: str, shape: Sequence[int], indexes: Sequence[Index], bits:
         begin = first * inner.size
         total += codec.digest_at(name, positions, bits[begin : begin + positions.size])
     return total
+
+
+def first_of_range(shape: Sequence[int], indexes: Sequence[Index]) -> int | None:
+    """Returns the flat index of the first of the elements at every combination of ``indexes`` if
+    they lie one after the other, else None."""
+    if not indexes:
+        return 0
+    whole = [len(index) == size for index, size in zip(indexes, shape, strict=True)]
+    if not len(indexes[0]) or not all(whole[1:]) or not _is_range(indexes[0]):
+        return None
+    return int(indexes[0][0]) * math.prod(shape[1:])
 
 
 def _is_range(index: Index) -> bool:

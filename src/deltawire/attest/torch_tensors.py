@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from deltawire import codec
 from deltawire.attest.combining import HeldPart, Ranks, described
-from deltawire.attest.parts import Index, digest_part
+from deltawire.attest.parts import Index, digest_part, first_of_range
 from deltawire.attest.statement import TensorDigest
 from deltawire.codec import Digest
 from deltawire.errors import InputError
@@ -35,7 +38,14 @@ from deltawire.sync.publish.sources import table_of
 from deltawire.wire.run import TensorSpec
 
 CHUNK_ELEMENTS = 1 << 22
-"""Elements that are rounded and copied to the host at a time."""
+"""Elements that are copied to the host at a time."""
+ROUNDED_ELEMENTS = 1 << 15
+"""Elements of the host that are rounded at a time: they stay in the processor's cache, and torch
+rounds so few in the calling thread."""
+TASK_ELEMENTS = 1 << 20
+"""Elements that one thread digests before it takes the next ones."""
+
+Task = Callable[[], Digest]
 
 
 @torch.no_grad()
@@ -52,11 +62,13 @@ def held_parts(
         named, aliases, kept = _of_module(model, dtype, merged=merged)
     else:
         named, aliases = _untied(model)
-    parts = []
-    for name, tensor in named.items():
-        rounded = None if name in kept or not tensor.is_floating_point() else wanted
-        parts.append(_held(name, tensor, rounded))
-    return parts, aliases
+    held = [
+        _held(name, tensor, wanted if tensor.is_floating_point() and name not in kept else None)
+        for name, tensor in named.items()
+    ]
+    with _threads() as pool:
+        running = [one.started(pool) for one in held]
+        return [one.part() for one in running], aliases
 
 
 @torch.no_grad()
@@ -64,11 +76,36 @@ def stream_digests(stream: Iterable[tuple[str, Tensor]], dtype: str | None) -> l
     """Digests whole tensors as they pass; none is kept. Raises `InputError` as `digests` does."""
     wanted = dtype_named(dtype)
     found = []
-    for name, tensor in stream:
-        rounded = wanted if tensor.is_floating_point() else None
-        part = _held(name, tensor.detach(), rounded)
-        found.append(described(part.spec, part.digest))
+    with _threads() as pool:
+        for name, tensor in stream:
+            held = _held(name, tensor, wanted if tensor.is_floating_point() else None)
+            part = held.started(pool).part()
+            found.append(described(part.spec, part.digest))
     return found
+
+
+def _threads() -> ThreadPoolExecutor:
+    """Returns as many threads as torch uses. Rounding and digesting release the interpreter."""
+    return ThreadPoolExecutor(max(1, torch.get_num_threads()), "deltawire-digest")
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank holds of a tensor, with the ``tasks`` that digest it; see `HeldPart`."""
+
+    spec: TensorSpec
+    tasks: Sequence[Task]
+    elements: int
+    counts: bool | None = None
+
+    def started(self, pool: ThreadPoolExecutor) -> _Held:
+        """Returns the same with tasks that run."""
+        return replace(self, tasks=[pool.submit(task).result for task in self.tasks])
+
+    def part(self) -> HeldPart:
+        """Returns the digest, once its tasks have ended."""
+        total = sum((task() for task in self.tasks), codec.ZERO)
+        return HeldPart(self.spec, total, self.elements, self.counts)
 
 
 def _of_module(
@@ -125,7 +162,8 @@ def _untied(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, st
     return {name: one for name, one in tensors.items() if name not in aliases}, aliases
 
 
-def _held(name: str, tensor: Tensor, rounded: torch.dtype | None) -> HeldPart:
+def _held(name: str, tensor: Tensor, rounded: torch.dtype | None) -> _Held:
+    tensor = tensor.detach()
     dtype = rounded or tensor.dtype
     if dtype not in WIRE_DTYPES or tensor.layout != torch.strided:
         raise InputError(
@@ -138,17 +176,17 @@ def _held(name: str, tensor: Tensor, rounded: torch.dtype | None) -> HeldPart:
     if not isinstance(tensor, DTensor):
         indexes = [np.arange(size) for size in tensor.shape]
         local = local_part(tensor)
-        return HeldPart(spec, digest_tensor(spec, indexes, local, dtype), spec.count)
+        return _Held(spec, _tasks(spec, indexes, local, dtype), spec.count)
     if tensor.device_mesh.get_coordinate() is None:
-        return HeldPart(spec, codec.ZERO, 0, counts=False)
+        return _Held(spec, (), 0, counts=False)
     if any(one.is_partial() for one in tensor.placements):
         raise InputError(f"{name} holds partial sums", hint="reduce it before it is digested")
     indexes, local = indexes_of(tensor), local_part(tensor)
     held = tuple(len(index) for index in indexes)
     if held != tuple(local.shape):
         raise InputError(f"{name} holds {tuple(local.shape)} where {held} is expected")
-    found = digest_tensor(spec, indexes, local, dtype)
-    return HeldPart(spec, found, local.numel(), is_first_holder(tensor))
+    tasks = _tasks(spec, indexes, local, dtype)
+    return _Held(spec, tasks, local.numel(), is_first_holder(tensor))
 
 
 def indexes_of(tensor: DTensor) -> list[Index]:
@@ -175,6 +213,34 @@ def _on_one_axis(placement: Any) -> Any:
     if hasattr(placement, "split_factor"):
         return type(placement)(0, split_factor=placement.split_factor)
     return type(placement)(0)
+
+
+def _tasks(
+    spec: TensorSpec, indexes: list[Index], local: Tensor, dtype: torch.dtype
+) -> Sequence[Task]:
+    """Returns what digests the part of a tensor at ``indexes``, for several threads at once if its
+    elements lie one after the other in the tensor and in the host's memory."""
+    start = first_of_range(spec.shape, indexes)
+    if start is None or local.device.type != "cpu" or not local.is_contiguous():
+        return [partial(digest_tensor, spec, indexes, local, dtype)]
+    flat = local.view(-1)
+    return [
+        partial(_digest_range, spec.name, flat[at : at + TASK_ELEMENTS], start + at, dtype)
+        for at in range(0, flat.numel(), TASK_ELEMENTS)
+    ]
+
+
+def _digest_range(name: str, flat: Tensor, start: int, dtype: torch.dtype) -> Digest:
+    """Digests elements from ``start`` on, rounded to ``dtype`` in a buffer."""
+    if flat.dtype == dtype:
+        return codec.digest_bits(name, _bits(flat, dtype), start)
+    buffer = torch.empty(min(ROUNDED_ELEMENTS, flat.numel()), dtype=dtype)
+    bits, total = _bits(buffer, dtype), codec.ZERO
+    for at in range(0, flat.numel(), ROUNDED_ELEMENTS):
+        part = flat[at : at + ROUNDED_ELEMENTS]
+        buffer[: part.numel()].copy_(part)
+        total += codec.digest_bits(name, bits[: part.numel()], start + at)
+    return total
 
 
 def digest_tensor(

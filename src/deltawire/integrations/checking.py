@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from deltawire.attest import Digests
@@ -40,7 +41,8 @@ class WeightCheck:
     Example::
 
         check = WeightCheck("stop")
-        check.examine(Side("update 1", digests(model, dtype=check.dtype)), {url: ask})
+        reference = check.reference(lambda: digests(model, dtype=check.dtype))
+        check.examine(reference, {url: ask})
     """
 
     def __init__(
@@ -73,13 +75,22 @@ class WeightCheck:
         """Whether the next update is compared."""
         return self.updates % self._every == 0
 
-    def reference(self, found: Digests) -> Side:
-        """Returns the trainer's weights of this update as a side."""
+    def reference(self, digest: Callable[[], Digests | str]) -> Side | None:
+        """Returns the trainer's weights of this update as a side. If ``digest`` fails, or returns a
+        sentence that says why not, that is logged once, and there is nothing to compare."""
+        try:
+            found = digest()
+        except DeltawireError as error:
+            found = f"nothing was compared: {error}"
+        if isinstance(found, str):
+            self.warn_once(found)
+            return None
         return Side(f"update {self.updates}", found)
 
-    def examine(self, reference: Side, engines: Mapping[str, Ask]) -> None:
+    def examine(self, reference: Side | None, engines: Mapping[str, Ask]) -> None:
         """Compares each engine; see the class for what a difference does."""
-        self.act(self.compare(reference, engines))
+        if reference is not None:
+            self.act(self.compare(reference, engines))
 
     def compare(self, reference: Side, engines: Mapping[str, Ask]) -> str:
         """Compares each engine, and returns what differs in one sentence; empty if nothing does."""
@@ -88,9 +99,7 @@ class WeightCheck:
         found = []
         for name, ask in engines.items():
             try:
-                report = compare_settled(
-                    name, lambda ask=ask: ask(reference), reference, lambda: others
-                )
+                report = compare_settled(name, partial(ask, reference), reference, lambda: others)
             except DeltawireError as error:
                 self.warn_once(f"{name} was not compared: {error}")
                 continue

@@ -14,8 +14,10 @@ from functools import wraps
 from typing import Any
 
 from deltawire.attest import Digests, digests_of_stream
-from deltawire.integrations.asking import in_actor, on_actors
-from deltawire.integrations.checking import OnMismatch, WeightCheck, wrapped_once
+from deltawire.attest.engine import ranks_of, request_of
+from deltawire.engines.live_parts import METHOD
+from deltawire.integrations.asking import on_actors
+from deltawire.integrations.checking import Ask, OnMismatch, WeightCheck, wrapped_once
 
 FUNCTION = "refit_policy_generation"
 
@@ -32,13 +34,15 @@ def verify(
         def refit_policy_generation(
             policy: Any, policy_generation: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            found = None
+            reference = None
             if check.due():  # Before the refit: it may move the policy off the accelerator.
                 workers = policy.worker_group.workers
-                found = on_actors(workers, digest_policy, check.dtype)[0]
+                reference = check.reference(
+                    lambda: on_actors(workers, digest_policy, check.dtype)[0]
+                )
             result = original(policy, policy_generation, *args, **kwargs)
-            if found is not None:
-                check.examine(check.reference(found), engines_of(policy_generation))
+            if reference is not None:
+                check.examine(reference, engines_of(policy_generation))
             return result
 
         return refit_policy_generation
@@ -51,16 +55,25 @@ def verify(
     return check
 
 
-def engines_of(policy_generation: Any) -> dict[str, Any]:
-    """Returns what asks each engine: the first worker of each is its owner."""
+def engines_of(policy_generation: Any) -> dict[str, Ask]:
+    """Returns what asks each engine, by NeMo-RL's own call of the worker that owns it."""
     group = policy_generation.worker_group
+    call = "checkpoint_engine_rpc"
+    if policy_generation.cfg["vllm_cfg"]["async_engine"]:
+        call = "checkpoint_engine_rpc_async"
     owners = [
         group.workers[group.get_dp_leader_worker_idx(shard)] for shard in range(group.dp_size)
     ]
     return {
-        f"engine {number}": in_actor(owner, "llm", f"engine {number}")
+        f"engine {number}": _asking(getattr(owner, call), f"engine {number}")
         for number, owner in enumerate(owners)
     }
+
+
+def _asking(call: Any, name: str) -> Ask:
+    import ray
+
+    return lambda reference: ranks_of(ray.get(call.remote(METHOD, (request_of(reference),))), name)
 
 
 def digest_policy(worker: Any, dtype: str | None) -> Digests | None:

@@ -27,18 +27,17 @@ def verify(on_mismatch: OnMismatch = "warn", *, every: int = 1, token: str = "")
     def wrap(original: Any) -> Any:
         @wraps(original)
         async def save_weights_for_sampler(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found = None
+            reference = None
             if check.due():
                 dtype = self.cfg.generator.inference_engine.model_dtype
                 workers = self._actor_groups["policy"]._actor_handlers
-                found = (await asyncio.to_thread(on_actors, workers, digest_policy, dtype))[0]
+                digest = lambda: on_actors(workers, digest_policy, dtype)[0]  # noqa: E731
+                reference = await asyncio.to_thread(check.reference, digest)
             result = await original(self, *args, **kwargs)
-            if isinstance(found, str):
-                check.warn_once(found)
-            elif found is not None:
+            if reference is not None:
                 urls = self._inference_engine_client.server_urls
                 engines = {url: over_http(url, check.token) for url in urls}
-                await asyncio.to_thread(check.examine, check.reference(found), engines)
+                await asyncio.to_thread(check.examine, reference, engines)
             return result
 
         return save_weights_for_sampler

@@ -51,7 +51,9 @@ def verify(
 def _examine(generation: Any, check: WeightCheck) -> None:
     model = generation.accelerator.unwrap_model(generation.model)
     merged = hasattr(model, "get_base_model")  # TRL merges adapters for the transfer.
-    reference = check.reference(digests(model, dtype=check.dtype, merged=merged))
+    reference = check.reference(lambda: digests(model, dtype=check.dtype, merged=merged))
+    if reference is None:
+        return
     engines: dict[str, Ask] = {}
     if generation.mode == "colocate":
         engines = _colocated(generation, reference)
@@ -74,5 +76,9 @@ def _colocated(generation: Any, reference: Side) -> dict[str, Ask]:
     for first in range(0, len(every), size):
         answers = [one for part in every[first : first + size] for one in part]
         name = f"the engine of rank {first}"
-        engines[name] = lambda _, answers=answers, name=name: ranks_of(answers, name)
+        engines[name] = _answered(answers, name)
     return engines
+
+
+def _answered(answers: list[Any], name: str) -> Ask:
+    return lambda _reference: ranks_of(answers, name)

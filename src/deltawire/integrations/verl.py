@@ -5,7 +5,7 @@
 verl imports the module in the process that updates the replicas, with any checkpoint engine, also
 the default one of trainers that share accelerators with the sampler. ``DELTAWIRE_ON_MISMATCH`` says
 "warn" (default) or "stop", ``DELTAWIRE_CHECK_EVERY`` which updates are compared. The servers need
-``DELTAWIRE_ATTEST=1``: set it where Ray starts. Nothing is asked over HTTP.
+``DELTAWIRE_ATTEST=1`` and ``VLLM_SERVER_DEV_MODE=1``: set them where Ray starts.
 
 ::
 
@@ -23,16 +23,20 @@ from verl.checkpoint_engine.base import CheckpointEngineManager
 
 from deltawire.attest import Digests, digests_of_stream
 from deltawire.errors import InputError
-from deltawire.integrations.asking import in_actor, on_actors
+from deltawire.integrations.asking import on_actors, over_http
 from deltawire.integrations.checking import OnMismatch, WeightCheck, wrapped_once
 
 
 def verify(
-    on_mismatch: OnMismatch = "warn", *, every: int = 1, dtype: str | None = "bfloat16"
+    on_mismatch: OnMismatch = "warn",
+    *,
+    every: int = 1,
+    dtype: str | None = "bfloat16",
+    token: str = "",
 ) -> WeightCheck:
     """Compares the weights of all replicas with the trainer's after each update. The options are
     those of `WeightCheck`, which is returned."""
-    check = WeightCheck(on_mismatch, every=every, dtype=dtype)
+    check = WeightCheck(on_mismatch, every=every, dtype=dtype, token=token)
 
     def wrap(original: Any) -> Any:
         @wraps(original)
@@ -47,16 +51,15 @@ def verify(
 
 def _update(original: Any, manager: Any, check: WeightCheck, *args: Any, **kwargs: Any) -> Any:
     """Updates, then compares; returns what verl's function does, which may be awaitable."""
-    found = exported(manager.actor_wg.workers, check) if check.due() else None
+    reference = None
+    if check.due():
+        workers = manager.actor_wg.workers
+        reference = check.reference(lambda: exported(workers, check.dtype))
     result = original(manager, *args, **kwargs)
-    if found is None:
+    if reference is None:
         return result
-    engines = {
-        f"server {number}.{rank}": in_actor(server, "engine", f"server {number}.{rank}")
-        for number, replica in enumerate(manager.replicas)
-        for rank, server in enumerate(replica.servers[:1])
-    }
-    reference = check.reference(found)
+    urls = [replica.server_address for replica in manager.replicas]
+    engines = {url: over_http(url, check.token) for url in urls}
     if not hasattr(result, "__await__"):
         check.examine(reference, engines)
         return result
@@ -71,14 +74,10 @@ def _update(original: Any, manager: Any, check: WeightCheck, *args: Any, **kwarg
     return updated()
 
 
-def exported(workers: Any, check: WeightCheck) -> Digests | None:
-    """Returns the digests of what the trainer's ranks export; None for an adapter by itself."""
-    found: list[Digests | str | None] = on_actors(workers, digest_export, check.dtype)
-    first = next(one for one in found if one is not None)
-    if isinstance(first, str):
-        check.warn_once(first)
-        return None
-    return first
+def exported(workers: Any, dtype: str | None) -> Digests | str:
+    """Returns the digests of what the trainer's ranks export, or why there are none."""
+    found: list[Digests | str | None] = on_actors(workers, digest_export, dtype)
+    return next(one for one in found if one is not None)
 
 
 def digest_export(holder: Any, dtype: str | None) -> Digests | str | None:

@@ -156,17 +156,19 @@ def write_metrics(path: str, report: WeightReport | BlackBoxReport) -> None:
 
     Raises `InputError` if the file cannot be written.
     """
+    found: dict[str, int] = {}
     if isinstance(report, WeightReport):
-        engine, found = report.found, {word: float(n) for word, n in report.counts.items()}
+        engine = report.found
+        found.update(report.counts.items())
     else:
         words = ("same", "different", "cannot tell")
-        engine, found = report.endpoint, {one: float(one == report.verdict) for one in words}
+        engine, found = report.endpoint, {one: int(one == report.verdict) for one in words}
     name = json.dumps(safe_line(engine), ensure_ascii=False)
     lines = [
         "# HELP deltawire_attested Tensors, or looks by log-probabilities, with each verdict",
         "# TYPE deltawire_attested gauge",
         *(
-            f'deltawire_attested{{engine={name},verdict="{word}"}} {value:g}'
+            f'deltawire_attested{{engine={name},verdict="{word}"}} {value}'
             for word, value in found.items()
         ),
         "# HELP deltawire_attest_alarm 1 while the engine holds other weights",

@@ -151,7 +151,11 @@ class ReaderReporter:
         try:
             pause_s = FIRST_S
             while not self._closed.wait(pause_s):
-                if self._state()[0] >= 0 or self._clock() - self._started_at > self._every_s:
+                if (
+                    self._alarm
+                    or self._state()[0] >= 0
+                    or self._clock() - self._started_at > self._every_s
+                ):
                     self.report()
                     pause_s = self._every_s
             self.report(ended=True)

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 from loaders import Sharded, live_of
+from safetensors.numpy import save_file
 from versions import checkpoint, first_version, next_version
 
 from deltawire import codec
-from deltawire.attest import engine
+from deltawire.attest import digests, engine
 from deltawire.attest.combining import described, total_of
 from deltawire.attest.engine import ask_engine, compare_engine
 from deltawire.attest.sides import Side
@@ -58,9 +59,7 @@ class Fleet:
         return Side(name, found, held.__getitem__ if elements else None)
 
     def answers(self, reference):
-        request = msgspec.json.encode(
-            AttestRequest([one.spec for one in reference.digests.tensors])
-        ).decode()
+        request = engine.request_of(reference)
         return [answer_of(one, request, rank) for rank, one in enumerate(self.modules)]
 
     def report(self, reference=None, others=()):
@@ -270,7 +269,8 @@ def test_a_server_is_asked_over_http(server, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("status", "data", "kind", "text"),
     [
-        (404, b"", InputError, "answers 404"),
+        (404, b"", InputError, "answers 404.*DELTAWIRE_ATTEST=1"),
+        (500, b"", InputError, "answers 500.*DELTAWIRE_ATTEST=1"),  # No such method of the workers.
         (200, b"not json", CorruptError, "cannot be read"),
         (200, b'{"results":[]}', CorruptError, "cannot be read"),
         (200, b'{"results":[{"failure":"no loader","rank":1}]}', InputError, "rank 1 .* no loader"),
@@ -280,6 +280,21 @@ def test_a_server_that_does_not_attest_gets_one_clear_error(server, status, data
     server.respond = lambda *_: (status, data)
     with pytest.raises(kind, match=text):
         ask_engine(server.url, Fleet("dense", 1).side())
+
+
+def test_a_reference_of_another_model_is_one_clear_error():
+    fleet = Fleet("dense", 2)
+    other = {"encoder.weight": np.zeros((4, 4), np.uint16)}
+    with pytest.raises(InputError, match=r"different models: .* no tensor named 'encoder\.weight'"):
+        fleet.report(Side("another", digests(other)))
+
+
+def test_a_truncated_file_of_weights_is_one_clear_error(tmp_path, capsys):
+    path = tmp_path / "model.safetensors"
+    save_file({"w": np.ones((8, 8), np.float32)}, path)
+    path.write_bytes(path.read_bytes()[:-9])
+    assert main(["attest", str(tmp_path), "--against", str(tmp_path)]) in (2, 3)
+    assert str(path) in capsys.readouterr().err
 
 
 def test_a_watch_goes_on_after_a_temporary_refusal(server, tmp_path, capsys, monkeypatch):

@@ -85,13 +85,15 @@ def test_weights_moved_to_other_memory_count_as_loaded():
 def test_the_sum_depends_on_order_within_and_across_chunks(monkeypatch):
     bits = torch.randint(0, 1 << 15, (1000,), dtype=torch.int16)
     whole = parameter_sums._sum_of(bits)
+    summed = parameter_sums._sum_on_device(bits)  # As on a GPU.
     monkeypatch.setattr(parameter_sums, "_CHUNK_ELEMENTS", 64)
-    assert parameter_sums._sum_of(bits) == whole
+    assert parameter_sums._sum_on_device(bits) == summed
     for first, second in [(0, 1), (5, 63), (5, 64), (3, 900), (63, 127)]:
         if bits[first] != bits[second]:
             other = bits.clone()
             other[first], other[second] = bits[second], bits[first]
             assert parameter_sums._sum_of(other) != whole
+            assert parameter_sums._sum_on_device(other) != summed
     zeros = torch.zeros(10, dtype=torch.bfloat16)
     assert parameter_sums._sum_of(zeros) != parameter_sums._sum_of(-zeros)
 

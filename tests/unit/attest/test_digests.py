@@ -7,6 +7,7 @@ from safetensors.numpy import save_file
 from thread_ranks import on_ranks
 
 from deltawire import attest, codec
+from deltawire.attest import torch_tensors
 from deltawire.attest.combining import HeldPart, combined, total_of
 from deltawire.attest.statement import FILE, decode_digests
 from deltawire.codec.reference import digest_bits_reference
@@ -202,3 +203,24 @@ def test_a_missing_part_and_a_part_that_counts_twice_are_refused():
     held = [[part(0, 4, counts=None)], [part(0, 4, counts=None, spec=TensorSpec("w", (4,), "I16"))]]
     with pytest.raises(InputError, match="different shapes or dtypes of w"):
         on_ranks(lambda ranks: combined(held[ranks.number], ranks), 2)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_tensors_are_digested_in_parts_by_several_threads(monkeypatch, threads):
+    """Equal to the digest of the whole tensor, rounded by torch in one piece."""
+    monkeypatch.setattr(torch_tensors, "ROUNDED_ELEMENTS", 1000)
+    monkeypatch.setattr(torch_tensors, "TASK_ELEMENTS", 4096)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(0)
+    held = {"large": torch.randn(101, 97), "small": torch.randn(3), "none": torch.zeros(0, 4)}
+    held |= {"turned": torch.randn(97, 101).T, "whole": torch.randn(30, 400).bfloat16()}
+    found = attest.digests(held, dtype="bfloat16")
+    assert attest.digests_of_stream(held.items(), dtype="bfloat16") == found
+    for name, one in held.items():
+        bits = codec.bits_of(one.bfloat16().contiguous(), "BF16")
+        assert found.by_name[name].digest == digest_bits_reference(name, bits).hex()
+
+
+def test_a_stream_names_what_it_cannot_digest():
+    with pytest.raises(InputError, match="meta device"):
+        attest.digests_of_stream([("w", torch.zeros(3, device="meta"))])

@@ -151,6 +151,7 @@ STATUS = RunStatus(
             lag=3,
             late_s=90.0,
             reason="late",
+            alarm="other weights",
             age_s=20.0,
             build="",
             traffic=StoreTraffic(requests=50, cache_hits=9, pruned=1),
@@ -218,6 +219,7 @@ def test_every_figure_under_its_name() -> None:
     reader = {"reader": "relay-7", "kind": "relay", "host": "far"}
     for name, shown in (("lag_versions", 3), ("late_seconds", 90), ("age_seconds", 20)):
         assert value(f"reader_{name}", **reader) == shown
+    assert value("reader_alarm", **reader) == 1
     assert (value("thinking_tokens"), value("forced_close_share")) == (5.5, 0.75)
     assert value("reused_tokens") == 3.0
     assert value("heldout_budget_accuracy", budget="8") == 0.5

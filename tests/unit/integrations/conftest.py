@@ -5,7 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from loops import Server
+from attested_server import Server
 
 from deltawire.attest import engine
 

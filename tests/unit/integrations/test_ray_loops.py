@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loops import Actor, AsyncEngine, Policy, SmallEngine, pretend
+from loops import Actor, Policy, SmallEngine, pretend
 
 from deltawire.errors import InputError, StoppedError
 
@@ -19,12 +19,12 @@ def fp32_export(policy):
 class VerlManager:
     """verl 0.9.1: ``verl.checkpoint_engine.base.CheckpointEngineManager``."""
 
-    def __init__(self, policy, engine, *, adapter=None, awaits=False, colocated=False):
+    def __init__(self, policy, engine, address="", *, adapter=None, awaits=False, colocated=False):
         export = SimpleNamespace(get_per_tensor_param=lambda: (fp32_export(policy), adapter))
         worker = SimpleNamespace(actor=SimpleNamespace(engine=export))
         held = SimpleNamespace(worker_dict={"actor_rollout": worker}) if colocated else worker
         self.actor_wg = SimpleNamespace(workers=[Actor(held)])
-        self.replicas = [SimpleNamespace(servers=[Actor(SimpleNamespace(engine=engine))])]
+        self.replicas = [SimpleNamespace(server_address=address)]
         self.policy, self.engine, self.awaits = policy, engine, awaits
 
     def update_weights(self, global_steps=None):
@@ -43,24 +43,26 @@ def verl(monkeypatch, integration):
 
 
 @pytest.mark.parametrize("colocated", [False, True])
-def test_verl_is_compared_by_one_line_of_its_configuration(verl, caplog, colocated):
+def test_verl_is_compared_by_one_line_of_its_configuration(verl, serve, caplog, colocated):
     _, manager = verl
     policy = Policy()
-    own = manager(policy, SmallEngine(policy.served()), colocated=colocated)
+    engine = SmallEngine(policy.served())
+    own = manager(policy, engine, serve(engine).address, colocated=colocated)
     assert own.update_weights(global_steps=1) == {"step": 1}
     check = manager.update_weights._deltawire_check
-    assert check.last["server 0.0"].equal
+    assert check.last[own.replicas[0].server_address].equal
     own.engine.drops = ("norm",)
     policy.step()
     own.update_weights()
     assert "norm" in caplog.text
 
 
-def test_verl_stops_where_its_update_is_awaited(verl):
+def test_verl_stops_where_its_update_is_awaited(verl, serve):
     module, manager = verl
-    module.verify("stop")
+    module.verify("stop", token="key")
     policy = Policy()
-    own = manager(policy, SmallEngine(policy.served()), awaits=True)
+    engine = SmallEngine(policy.served())
+    own = manager(policy, engine, serve(engine, token="key").address, awaits=True)
     assert asyncio.run(own.update_weights()) == {"step": "later"}
     own.engine.drops = ("norm",)
     policy.step()
@@ -148,9 +150,14 @@ class Group(list):
         return shard
 
 
-@pytest.mark.parametrize("export", ["_iter_params_with_optional_kv_scales",
-                                    "_checkpoint_engine_params"])  # fmt: skip
-def test_nemo_rl_s_workers_are_compared(monkeypatch, integration, export):
+@pytest.mark.parametrize(
+    ("export", "call"),
+    [
+        ("_iter_params_with_optional_kv_scales", "checkpoint_engine_rpc"),
+        ("_checkpoint_engine_params", "checkpoint_engine_rpc_async"),
+    ],
+)
+def test_nemo_rl_s_workers_are_compared(monkeypatch, integration, export, call):
     """NeMo-RL at 7ea279a: ``refit_policy_generation`` of two modules, one of which imported it."""
 
     def refit_policy_generation(policy, policy_generation, colocated_inference):
@@ -166,45 +173,16 @@ def test_nemo_rl_s_workers_are_compared(monkeypatch, integration, export):
     worker = SimpleNamespace(**{export: lambda: fp32_export(held)})
     policy = SimpleNamespace(worker_group=Group([Actor(worker)]), held=held)
     engine = SmallEngine(held.served())
+    remote = lambda method, args: engine.collective_rpc(method, args=args)  # noqa: E731
+    owner = SimpleNamespace(**{call: SimpleNamespace(remote=remote)})
+    asynchronous = call.endswith("_async")
     generation = SimpleNamespace(
-        worker_group=Group([Actor(SimpleNamespace(llm=engine))]), engine=engine
-    )
+        worker_group=Group([owner]), engine=engine,
+        cfg={"vllm_cfg": {"async_engine": asynchronous}},
+    )  # fmt: skip
     assert grpo.refit_policy_generation(policy, generation, True) == {"refit": 1.0}
     assert check.last["engine 0"].equal
     engine.drops = ("down",)
     held.step()
     with pytest.raises(StoppedError, match="down"):
         grpo.refit_policy_generation(policy, generation, True)
-
-
-@pytest.mark.drills
-@pytest.mark.timeout(120)
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_engines_in_ray_s_own_actors_are_asked(monkeypatch):
-    """An actor whose engine answers at once, and an asynchronous one."""
-    monkeypatch.undo()  # Ray itself.
-    ray = pytest.importorskip("ray")
-    from deltawire.attest import digests
-    from deltawire.attest.engine import compare_engine
-    from deltawire.attest.sides import Side
-    from deltawire.integrations.asking import in_actor
-
-    class Holder:
-        def __init__(self, engine):
-            self.llm = engine
-
-    class AsyncHolder(Holder):
-        async def generate(self):  # Makes Ray run the actor in a loop.
-            return None
-
-    policy = Policy()
-    side = Side("the trainer", digests(policy, dtype="bfloat16"))
-    paths = {"env_vars": {"PYTHONPATH": ":".join(__import__("sys").path)}}
-    ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env=paths)
-    try:
-        for holder, kind in ((Holder, SmallEngine), (AsyncHolder, AsyncEngine)):
-            actor = ray.remote(num_cpus=0)(holder).remote(kind(policy.served()))
-            parts = in_actor(actor, "llm", "an actor")(side)
-            assert compare_engine("an actor", parts, side).equal
-    finally:
-        ray.shutdown()

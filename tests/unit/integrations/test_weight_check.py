@@ -23,11 +23,13 @@ class Loop:
 
     def update(self, ask=None):
         if self.check.due():
-            found = digests(self.policy, dtype="bfloat16")
+            reference = self.reference()
             self.engine.update(self.policy.served())
-            reference = self.check.reference(found)
             self.check.examine(reference, {"e": ask or in_process(self.engine, "e")})
         self.policy.step()
+
+    def reference(self):
+        return self.check.reference(lambda: digests(self.policy, dtype="bfloat16"))
 
 
 def test_honest_updates_are_equal(caplog):
@@ -80,9 +82,8 @@ def test_what_is_not_readable_is_not_equal_and_no_mismatch(caplog):
     for module in loop.engine.modules:
         module.__dict__.pop("_deltawire_changes", None)
     ask = in_process(loop.engine, "e")
-    found = digests(loop.policy, dtype="bfloat16")
     loop.check.due()
-    loop.check.examine(loop.check.reference(found), {"e": ask})
+    loop.check.examine(loop.reference(), {"e": ask})
     assert not loop.check.last["e"].equal
     assert "not readable" in caplog.text
 
@@ -102,8 +103,7 @@ def test_an_update_under_way_is_looked_at_again():
         loop.engine.update(loop.policy.served())  # The other half.
         return found
 
-    reference = loop.check.reference(digests(loop.policy, dtype="bfloat16"))
-    loop.check.examine(reference, {"e": ask})
+    loop.check.examine(loop.reference(), {"e": ask})
     assert len(looks) == 2
     assert loop.check.last["e"].equal
 
@@ -117,8 +117,7 @@ def test_weights_that_keep_changing_are_said_to():
         return in_process(loop.engine, "e")(reference)
 
     loop.check.due()
-    reference = loop.check.reference(digests(loop.policy, dtype="bfloat16"))
-    loop.check.examine(reference, {"e": ask})
+    loop.check.examine(loop.reference(), {"e": ask})
     assert "an update is under way" in loop.check.last["e"].notes[0]
 
 
@@ -139,3 +138,14 @@ def test_an_answer_that_cannot_be_read_is_said(caplog):
     loop.update(in_process(Odd(), "odd"))
     assert "the answer of odd cannot be read" in caplog.text
     assert msgspec.json.encode(loop.check.last) == b"{}"
+
+
+def test_weights_that_cannot_be_digested_are_said_and_end_no_training(caplog):
+    def refuse():
+        raise InputError("a packed weight")
+
+    check = WeightCheck("stop")
+    for _ in range(2):
+        check.examine(check.reference(refuse), {"e": lambda _: []})
+    (record,) = caplog.records
+    assert "nothing was compared: a packed weight" in record.getMessage()

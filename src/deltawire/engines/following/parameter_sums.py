@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from deltawire.placement.elements import CARRIER
+from deltawire.codec import digest_bits
+from deltawire.placement.elements import CARRIER, array_of
 
 _CHANGES = "_deltawire_changes"
 """The attribute of a model that holds its changes after loading."""
@@ -90,11 +91,18 @@ def changes_after_loading(model: torch.nn.Module) -> dict[str, str] | None:
 
 
 def _sum_of(tensor: torch.Tensor) -> int:
-    """Sums modulo 2^64; allocates a few times `_CHUNK_ELEMENTS`, and a copy if not contiguous."""
+    """Sums modulo 2^64; on a CPU by the digest, which is faster. Copies what is not contiguous."""
     bits = tensor.contiguous().view(-1).view(CARRIER[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if tensor.device.type == "cpu":
+        return digest_bits("", array_of(bits)).lane0
+    return _sum_on_device(bits)
+
+
+def _sum_on_device(bits: torch.Tensor) -> int:
+    """Sums where the bits lie; allocates a few times `_CHUNK_ELEMENTS`."""
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for first in range(0, bits.numel(), _CHUNK_ELEMENTS):
         part = bits[first : first + _CHUNK_ELEMENTS].to(torch.int64)
-        places = torch.arange(first, first + part.numel(), device=tensor.device)
+        places = torch.arange(first, first + part.numel(), device=bits.device)
         total += ((part + 1) * ((places * _ODD) | 1)).sum()
     return int(total)
