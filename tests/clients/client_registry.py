@@ -117,7 +117,7 @@ CLIENTS = (
         commit="624b824",
         checked="2026-11-28",
         against="its own code",
-        uses="its update by disk, its writer and its loader of hooks, without Megatron",
+        uses="its update by disk, its writer and its loader of both hooks, without Megatron",
         tests=("clients/test_slime_itself.py",),
     ),
     Client(
@@ -180,7 +180,7 @@ CLIENTS = (
         tests=("unit/integrations/test_http_loops.py",),
     ),
     Client(
-        name="slime, attested",
+        name="slime, attested by its calls",
         repository="THUDM/slime",
         commit="624b824",
         checked="2026-11-29",

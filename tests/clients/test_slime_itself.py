@@ -11,10 +11,12 @@ import shutil
 import sys
 import types
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import deltawire.slime
 from deltawire import codec
@@ -54,13 +56,13 @@ def job(tmp_path, monkeypatch):
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3"}')
     held = {}
     arguments = Namespace(
-        custom_update_weight_post_write_path="deltawire.slime.publish",
         update_weight_disk_dir=str(tmp_path / "updates"),
         hf_checkpoint=str(tmp_path / "hf"),
         model_name=None,
     )
 
-    def start():
+    def start(hook="deltawire.slime.publish"):
+        arguments.custom_update_weight_post_write_path = hook
         return update.UpdateWeightFromDisk(
             arguments, [], dict, model_name="qwen3", quantization_config=None
         )
@@ -102,3 +104,34 @@ def test_each_update_of_slime_is_a_version_and_a_restarted_job_goes_on(job, tmp_
         deltawire.slime.close()
     files = {file.name for file in read_run(open_bucket(str(tmp_path / "run"))).model_files}
     assert "config.json" in files
+
+
+def test_engines_are_scored_against_the_version_that_slime_wrote_before(job, monkeypatch):
+    """The hook of `deltawire.integrations.slime`; what scores is replaced."""
+    import deltawire.integrations.slime as attested
+    from deltawire.errors import StoppedError
+    from deltawire.integrations.checking import WeightCheck
+
+    class Box:
+        def __init__(self, options, _trust):
+            (file,) = Path(options.against).glob("*.safetensors")
+            asked.append((options.url, load_file(file)["model.norm.weight"][0].item()))
+
+        def check(self):
+            return types.SimpleNamespace(verdict=verdicts.pop(0))
+
+    asked, verdicts = [], ["same", "different"]
+    monkeypatch.setattr(attested, "BlackBox", Box)
+    monkeypatch.setattr(attested, "check", attested.Hook(WeightCheck("stop")))
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(get=lambda found: found))
+    start, held = job
+    updater = start("deltawire.integrations.slime.check")
+    engine = types.SimpleNamespace(get_url=types.SimpleNamespace(remote=lambda: "http://engine:1"))
+    updater.connect_rollout_engines([engine], None)
+    for step in (1, 2):
+        held |= weights(step)
+        updater.update_weights()
+    held |= weights(3)
+    with pytest.raises(StoppedError, match="other weights than weight_v000002"):
+        updater.update_weights()
+    assert asked == [("http://engine:1", 1.0), ("http://engine:1", 2.0)]

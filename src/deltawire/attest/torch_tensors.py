@@ -163,7 +163,6 @@ def _untied(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, st
 
 
 def _held(name: str, tensor: Tensor, rounded: torch.dtype | None) -> _Held:
-    tensor = tensor.detach()
     dtype = rounded or tensor.dtype
     if dtype not in WIRE_DTYPES or tensor.layout != torch.strided:
         raise InputError(
@@ -220,6 +219,7 @@ def _tasks(
 ) -> Sequence[Task]:
     """Returns what digests the part of a tensor at ``indexes``, for several threads at once if its
     elements lie one after the other in the tensor and in the host's memory."""
+    local = local.detach()  # Other threads would record gradients.
     start = first_of_range(spec.shape, indexes)
     if start is None or local.device.type != "cpu" or not local.is_contiguous():
         return [partial(digest_tensor, spec, indexes, local, dtype)]

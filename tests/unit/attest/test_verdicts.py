@@ -18,7 +18,7 @@ from deltawire.attest.verdicts import compare
 from deltawire.cli import attest
 from deltawire.cli.main import main
 from deltawire.codec.reference import digest_bits_reference
-from deltawire.engines.live_parts import RankParts
+from deltawire.engines.live_parts import LivePart, RankParts
 from deltawire.errors import InputError, RetryError
 from deltawire.launch import attest as launched
 from deltawire.runtime.trusted import ReaderTrust
@@ -185,7 +185,7 @@ def test_a_size_that_is_only_stated_takes_no_memory(monkeypatch):
     report = compare(stated(1 << 46), side({"w": Q.reshape(-1)}, elements=False))
     assert report.counts["differs"] == 1
     assert not asked
-    ranks = [RankParts(rank=0, parts=[])]
+    ranks = [RankParts(rank=0, parts=[LivePart(0, 0, (4,), (1,), "0" * 32)])]
     report = compare_engine("engine", ranks, stated(1 << 46))
     assert report.counts["not readable"] == 1
     assert not asked
