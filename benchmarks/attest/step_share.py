@@ -32,16 +32,23 @@ def measure(options: Options) -> Measured:
     tokens = torch.randint(0, model.config.vocab_size, (SEQUENCES, LENGTH))
     steps: list[float] = []
     looks: list[float] = []
+    used: list[tuple[float, float]] = []
     for _ in range(options.repeats):
-        began = time.perf_counter()
+        began, at = time.perf_counter(), time.process_time()
         for first in range(0, SEQUENCES, TOGETHER):
             part = tokens[first : first + TOGETHER]
             (model(input_ids=part, labels=part).loss * len(part) / SEQUENCES).backward()
         optimizer.step()
         optimizer.zero_grad()
         steps.append(time.perf_counter() - began)
-        began = time.perf_counter()
+        began, between = time.perf_counter(), time.process_time()
         digests(model, dtype="bfloat16")
         looks.append(time.perf_counter() - began)
-    details = {"steps_s": steps, "digests_s": looks, "threads": torch.get_num_threads()}
+        used.append((between - at, time.process_time() - between))
+    details = {
+        "steps_s": steps,
+        "digests_s": looks,
+        "processor_s": used,
+        "threads": torch.get_num_threads(),
+    }
     return Measured({"attest_of_step": median(looks) / median(steps)}, details)

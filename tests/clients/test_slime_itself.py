@@ -114,8 +114,11 @@ def test_engines_are_scored_against_the_version_that_slime_wrote_before(job, mon
 
     class Box:
         def __init__(self, options, _trust):
-            (file,) = Path(options.against).glob("*.safetensors")
-            asked.append((options.url, load_file(file)["model.norm.weight"][0].item()))
+            folder, found = Path(options.against), {}
+            for file in folder.glob("*.safetensors"):
+                found |= load_file(file)
+            assert (folder / "config.json").is_file()
+            asked.append((options.url, found["model.norm.weight"][0].item()))
 
         def check(self):
             return types.SimpleNamespace(verdict=verdicts.pop(0))

@@ -23,6 +23,7 @@ from deltawire.launch.black_box.checking import BlackBox, BlackBoxOptions
 from deltawire.runtime.trusted import ReaderTrust
 
 KEPT = ".deltawire-compared"
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
 
 
 class Hook:
@@ -32,7 +33,7 @@ class Hook:
         self._check = check
         self._kept: Path | None = None
 
-    def __call__(self, _args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None:
+    def __call__(self, args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None:
         """See slime's ``--custom-update-weight-post-write-path``; only rank 0 does anything."""
         import torch
 
@@ -45,7 +46,7 @@ class Hook:
 
             urls = ray.get([one.get_url.remote() for one in rollout_engines])
             problem = self._compare(before, [url for url in urls if url])
-        self._keep(Path(version_dir), next_due=self._check.next_is_due)
+        self._keep(Path(version_dir), Path(args.hf_checkpoint), next_due=self._check.next_is_due)
         self._check.act(problem)
 
     def _compare(self, folder: Path, urls: Sequence[str]) -> str:
@@ -63,14 +64,19 @@ class Hook:
                 self._check.warn_once(f"{url}: cannot tell whether it serves its version")
         return "; ".join(found)
 
-    def _keep(self, folder: Path, *, next_due: bool) -> None:
-        """Links the files of a version, and removes those of the version before."""
+    def _keep(self, folder: Path, model: Path, *, next_due: bool) -> None:
+        """Links the files of a version, with the configuration and the tokenizer of the ``model``
+        where it has none, and removes those of the version before."""
         place = folder.parent / KEPT
         shutil.rmtree(place, ignore_errors=True)
         self._kept = None
         if next_due:
             self._kept = place / folder.name
             shutil.copytree(folder, self._kept, copy_function=os.link)
+            for file in model.iterdir():
+                place = self._kept / file.name
+                if file.is_file() and not file.name.endswith(WEIGHTS) and not place.exists():
+                    shutil.copy(file, place)
 
 
 def _from_environment() -> Hook:

@@ -122,6 +122,10 @@ def test_slime_s_engines_are_scored_against_the_version_before(monkeypatch, tmp_
 
     monkeypatch.setattr(slime, "BlackBox", Box)
     hook = slime.Hook(WeightCheck("stop", every=1))
+    args = SimpleNamespace(hf_checkpoint=str(tmp_path / "hf"))
+    (tmp_path / "hf").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "hf" / name).write_text("{}")
     engine = SimpleNamespace(get_url=SimpleNamespace(remote=lambda: "http://engine"))
     verdicts = ["same", "cannot tell", "different"]
     for version in range(1, 5):
@@ -130,11 +134,12 @@ def test_slime_s_engines_are_scored_against_the_version_before(monkeypatch, tmp_
         (folder / f"{version}.safetensors").write_bytes(b"x")
         if version == 4:
             with pytest.raises(StoppedError, match="other weights than weight_v000003"):
-                hook(None, str(folder), [engine])
+                hook(args, str(folder), [engine])
         else:
-            hook(None, str(folder), [engine])
+            hook(args, str(folder), [engine])
         (folder / f"{version}.safetensors").unlink()  # slime removes what its engines have read.
-    assert [files for _, files in asked] == [[f"{version}.safetensors"] for version in (1, 2, 3)]
+    expected = [[f"{version}.safetensors", "config.json"] for version in (1, 2, 3)]
+    assert [files for _, files in asked] == expected
     assert "cannot tell" in caplog.text
     assert sorted(p.name for p in (tmp_path / slime.KEPT).iterdir()) == ["weight_v000004"]
 
