@@ -66,8 +66,8 @@ def held_parts(
         _held(name, tensor, wanted if tensor.is_floating_point() and name not in kept else None)
         for name, tensor in named.items()
     ]
-    with _threads() as pool:
-        running = [one.started(pool) for one in held]
+    with _threads() as threads:
+        running = [one.started(threads) for one in held]
         return [one.part() for one in running], aliases
 
 
@@ -76,10 +76,10 @@ def stream_digests(stream: Iterable[tuple[str, Tensor]], dtype: str | None) -> l
     """Digests whole tensors as they pass; none is kept. Raises `InputError` as `digests` does."""
     wanted = dtype_named(dtype)
     found = []
-    with _threads() as pool:
+    with _threads() as threads:
         for name, tensor in stream:
             held = _held(name, tensor, wanted if tensor.is_floating_point() else None)
-            part = held.started(pool).part()
+            part = held.started(threads).part()
             found.append(described(part.spec, part.digest))
     return found
 
@@ -90,17 +90,17 @@ def _threads() -> ThreadPoolExecutor:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """What this rank holds of a tensor, with the ``tasks`` that digest it; see `HeldPart`."""
+class _DigestedTensor:
+    """The part of a tensor on this rank, with the ``tasks`` that digest it; see `HeldPart`."""
 
     spec: TensorSpec
     tasks: Sequence[Task]
     elements: int
     counts: bool | None = None
 
-    def started(self, pool: ThreadPoolExecutor) -> _Held:
+    def started(self, threads: ThreadPoolExecutor) -> _DigestedTensor:
         """Returns the same with tasks that run."""
-        return replace(self, tasks=[pool.submit(task).result for task in self.tasks])
+        return replace(self, tasks=[threads.submit(task).result for task in self.tasks])
 
     def part(self) -> HeldPart:
         """Returns the digest, once its tasks have ended."""
@@ -162,7 +162,7 @@ def _untied(tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, st
     return {name: one for name, one in tensors.items() if name not in aliases}, aliases
 
 
-def _held(name: str, tensor: Tensor, rounded: torch.dtype | None) -> _Held:
+def _held(name: str, tensor: Tensor, rounded: torch.dtype | None) -> _DigestedTensor:
     dtype = rounded or tensor.dtype
     if dtype not in WIRE_DTYPES or tensor.layout != torch.strided:
         raise InputError(
@@ -175,9 +175,9 @@ def _held(name: str, tensor: Tensor, rounded: torch.dtype | None) -> _Held:
     if not isinstance(tensor, DTensor):
         indexes = [np.arange(size) for size in tensor.shape]
         local = local_part(tensor)
-        return _Held(spec, _tasks(spec, indexes, local, dtype), spec.count)
+        return _DigestedTensor(spec, _tasks(spec, indexes, local, dtype), spec.count)
     if tensor.device_mesh.get_coordinate() is None:
-        return _Held(spec, (), 0, counts=False)
+        return _DigestedTensor(spec, (), 0, counts=False)
     if any(one.is_partial() for one in tensor.placements):
         raise InputError(f"{name} holds partial sums", hint="reduce it before it is digested")
     indexes, local = indexes_of(tensor), local_part(tensor)
@@ -185,7 +185,7 @@ def _held(name: str, tensor: Tensor, rounded: torch.dtype | None) -> _Held:
     if held != tuple(local.shape):
         raise InputError(f"{name} holds {tuple(local.shape)} where {held} is expected")
     tasks = _tasks(spec, indexes, local, dtype)
-    return _Held(spec, tasks, local.numel(), is_first_holder(tensor))
+    return _DigestedTensor(spec, tasks, local.numel(), is_first_holder(tensor))
 
 
 def indexes_of(tensor: DTensor) -> list[Index]:

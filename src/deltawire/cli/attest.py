@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     ``--black-box`` 5 stands for different, 11 for cannot tell. With ``--watch`` the code is that of
     the last report, and a look that fails after the first report prints its error."""
     with _announcing(arguments) as announce:
-        return _look(arguments, announce)
+        return _repeat(arguments, announce)
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def _announcing(arguments: argparse.Namespace) -> Iterator[Callable[[Check], Non
         yield announce
 
 
-def _look(arguments: argparse.Namespace, announce: Callable[[Check], None]) -> int:
+def _repeat(arguments: argparse.Namespace, announce: Callable[[Check], None]) -> int:
     from deltawire.errors import CorruptError, RetryError
 
     last: Check | None = None

@@ -47,7 +47,7 @@ class ReaderLine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """What it found wrong, or how late the reader is, and why; empty if it is not."""
+        """Says what the reader found wrong, or how late it is, and why; empty if it is not."""
         if self.alarm and self.state != "ended":
             return self.alarm
         if self.state != "late":

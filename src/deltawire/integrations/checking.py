@@ -72,7 +72,7 @@ class WeightCheck:
 
     @property
     def next_is_due(self) -> bool:
-        """Whether the next update is compared."""
+        """Returns whether the next update is compared."""
         return self.updates % self._every == 0
 
     def reference(self, digest: Callable[[], Digests | str]) -> Side | None:

@@ -52,8 +52,8 @@ def _has_weights(folder: Path) -> bool:
     return any(Path(folder).glob("*.safetensors"))
 
 
-def _examine(pool: Any, folder: Path, check: WeightCheck) -> None:
-    check.examine(folder_side(Path(folder)), engines_of(pool.admin_clients))
+def _examine(inference: Any, folder: Path, check: WeightCheck) -> None:
+    check.examine(folder_side(Path(folder)), engines_of(inference.admin_clients))
 
 
 def engines_of(clients: Any) -> dict[str, Ask]:

@@ -37,7 +37,7 @@ def ray_here(monkeypatch):
 
 @pytest.fixture
 def integration(monkeypatch):
-    """Imports an integration anew, for the pretended modules of its framework."""
+    """Imports an integration again, for the pretended modules of its framework."""
 
     def load(name):
         name = f"deltawire.integrations.{name}"

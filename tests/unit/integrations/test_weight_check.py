@@ -1,4 +1,4 @@
-"""What a comparison after an update does: equal, different, not readable, no answer."""
+"""Comparisons after an update: equal, different, not readable, no answer."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What a watch of an engine finds: an alarm of the run that it is compared with, and metrics."""
+"""A watch of an engine is an alarm of the run that it is compared with, and writes metrics."""
 
 import json
 import re
