@@ -19,8 +19,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from benchmarks.training.keys import Measured, Options
+from deltawire.packed_formats import PACKED
 from deltawire.quantization.experts import replace_stacks
-from deltawire.quantization.formats import FORMATS
 from deltawire.quantization.linear import PackedWeight
 
 EXPERTS, HIDDEN, INNER, CHOSEN, TOKENS = 128, 2048, 768, 8, 4096
@@ -31,7 +31,7 @@ STACKS = ("gate_up_proj", "down_proj")
 def measure(options: Options) -> Measured:
     """Time a layer of the stated size in int4, and compare gradients in every format."""
     equal, ratios = {}, {}
-    for form in FORMATS:
+    for form in PACKED:
         plain, packed = layers(form, *SMALL[:4], seed=options.seed)
         ratios[form] = ratio_at_size(form)
         data = inputs(*SMALL[:1], SMALL[1], SMALL[3], SMALL[4], seed=options.seed)

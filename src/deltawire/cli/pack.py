@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from deltawire.cli.arguments import add_json
-
-FORMATS = ("int4-g32", "int8-row", "mxfp4", "nvfp4", "fp8-block")
+from deltawire.packed_formats import PACKED
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,7 +16,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.set_defaults(call=run)
     parser.add_argument("model", metavar="MODEL", help="a model directory")
-    parser.add_argument("--format", required=True, choices=FORMATS, help="the packed format")
+    parser.add_argument("--format", required=True, choices=tuple(PACKED), help="the packed format")
     parser.add_argument("--out", required=True, metavar="DIR", help="the model's new folder")
     parser.add_argument(
         "--layers",

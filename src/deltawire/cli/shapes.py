@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltawire.cli.arguments import add_json, at_least
+from deltawire.packed_formats import packings
 
 if TYPE_CHECKING:
     from deltawire.plan.architecture import Model
@@ -52,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--lora-experts", action="store_true", help="an adapter for every expert")
     parser.add_argument(
         "--packing",
-        choices=("none", "int4", "mxfp4", "nvfp4", "fp8"),
+        choices=packings(),
         help="the packed format of frozen experts (default: the published checkpoint's)",
     )
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from deltawire.config.base import Fraction, Positive, Section
 from deltawire.config.tasks import TaskConfig
+from deltawire.packed_formats import PACKED
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM's adapter slots can have (``--max-lora-rank``)."""
@@ -58,8 +59,9 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
     """With ``train.exporter = "merged"``: stop once a checkpoint is due and the merged weights keep
     less of the adapter's change than this share; 0 never stops. 4-bit formats keep at most 1 %
     of a change of 1 % of a weight's norm."""
-    packed: Literal["none", "int4-g32", "int8-row", "mxfp4", "nvfp4", "fp8-block"] = "none"
-    """The format in which trainer and sampler keep frozen experts."""
+    packed: Name = "none"
+    """The format in which trainer and sampler keep frozen experts: ``int4-g32``, ``int8-row``,
+    ``mxfp4``, ``nvfp4`` or ``fp8-block``."""
     packed_layers: list[Name] = []
     """Further linear layers to pack, named as in `targets`."""
     shared_factor: bool = False
@@ -100,6 +102,12 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
             return reason, f"set a smaller rank, or {hint}"
         return None
 
+    @property
+    def loses_merges(self) -> bool:
+        """Returns whether a merge into the packed format loses nearly all of an adapter's
+        change."""
+        return self.packed != "none" and not PACKED[self.packed].keeps_merges
+
     def contradiction(self, *, merged: bool = False) -> tuple[str, str] | None:
         """Finds settings that contradict each other: the reason and what to do, or None.
 
@@ -112,7 +120,10 @@ class AdapterConfig(Section, frozen=True, kw_only=True):
                 "exporter merged starts from the base, not from adapter.init",
                 "merge that adapter into the base first, as PEFT's merge_and_unload does",
             )
-        if merged and self.packed not in _WIDE and self.merge_floor:
+        if self.packed != "none" and self.packed not in PACKED:
+            known = ", ".join(PACKED)
+            return f"adapter.packed names no format: {self.packed[:80]}", f"use one of {known}"
+        if merged and self.loses_merges and self.merge_floor:
             reason = (
                 f"exporter merged into {self.packed} loses nearly all of an adapter's change: 4 "
                 "bits keep at most 1 % of a change of 1 % of a weight's norm"
@@ -202,9 +213,6 @@ def adapters_contradiction(
 
 _NOT_IN_VLLM = ("experts", "gate_up_proj", "kv_b_proj")
 """Targets that no adapter slot takes, in any model."""
-
-_WIDE = ("none", "fp8-block", "int8-row")
-"""Formats that a merge is not refused for at the start."""
 
 _DEFAULTS: dict[str, Any] = {
     "packed": "none",

@@ -17,7 +17,7 @@ StoredLayout = Literal["compressed-tensors", "deepseek"]
 class Scheme(NamedTuple):
     """A format of codes, the layout of its tensors in checkpoints, and how fp8 scales are chosen.
 
-    ``form_name`` is a key of `deltawire.quantization.formats.FORMATS`. ``power_of_two``: the scales
+    ``form_name`` is a key of `deltawire.packed_formats.PACKED`. ``power_of_two``: the scales
     of fp8 blocks are powers of two, else any float32.
 
     Example::

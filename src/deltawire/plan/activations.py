@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from deltawire.packed_formats import planned_bits
 from deltawire.plan.architecture import Attention, DecoderLayer, FeedForward
-from deltawire.plan.layout import PACKED_BITS, Packing, TrainingLayout
+from deltawire.plan.layout import Packing, TrainingLayout
 
 CHUNK_OF_LINEAR = 64
 """Tokens between the stored states of a linear attention kernel (flash-linear-attention)."""
@@ -311,7 +312,7 @@ def _mixture(shape: FeedForward, setting: _Setting) -> Iterator[Operation]:
     def packed(values: float) -> float:
         if setting.packing == "none":
             return 0.0
-        return values * (2 + PACKED_BITS[setting.packing] / 8)
+        return values * (2 + planned_bits(setting.packing) / 8)
 
     sizes = (local * inner * 2 * width, local * width * inner)
     adapters = (local * rank * (inner + 2 * width), local * rank * (width + inner))

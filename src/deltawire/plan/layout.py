@@ -12,21 +12,12 @@ from deltawire.plan.architecture import Attention, Model
 Mode = Literal["full", "lora", "reference"]
 Checkpointing = Literal["none", "selective", "full", "offloaded"]
 Offload = Literal["none", "optimizer", "all"]
-Packing = Literal["none", "int4", "mxfp4", "nvfp4", "fp8"]
+Packing = str
+"""``none``, or the name of a packed format in plans (`deltawire.packed_formats`)."""
 Optimizer = Literal["adamw", "muon"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 POLICIES: tuple[Checkpointing, ...] = get_args(Checkpointing)
-PACKED_BITS: dict[Packing, float] = {
-    "none": 16.0,
-    "int4": 4 + 16 / 32,
-    "mxfp4": 4 + 8 / 32,
-    "nvfp4": 4 + 8 / 16,
-    "fp8": 8 + 32 / (128 * 128),
-}
-"""Bits per frozen expert weight, scales included: int4 with a bf16 scale for 32 weights (Kimi),
-MXFP4 with an 8-bit exponent for 32 (gpt-oss), NVFP4 with an fp8 scale for 16, fp8 with an fp32
-scale for a block of 128 by 128 (DeepSeek-V3)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from deltawire.packed_formats import planned_bits
 from deltawire.plan.activations import LayerActivations, layer_activations
 from deltawire.plan.architecture import DecoderLayer, Model
-from deltawire.plan.layout import PACKED_BITS, TrainingLayout, check_layout
+from deltawire.plan.layout import TrainingLayout, check_layout
 
 MASTER, GRADIENT, COMPUTE = 4, 4, 2
 """Bytes per value of an fp32 master, of a reduced gradient and of a bf16 copy."""
@@ -129,7 +130,7 @@ def _layer_bytes(layer: DecoderLayer, layout: TrainingLayout) -> _LayerBytes:
         return _LayerBytes(
             stored, values / shards, COMPUTE * local, COMPUTE * group, MASTER * group, moments
         )
-    width = PACKED_BITS[layout.packing] / 8
+    width = planned_bits(layout.packing) / 8
     frozen = COMPUTE * (dense / split + whole + layer.others)
     adapters = reduced = 0.0
     if layout.mode == "lora":
@@ -405,4 +406,4 @@ def rescoring_bytes(model: Model, layout: TrainingLayout) -> float:
         return 0.0
     packed = model.expert_parameters if layout.packing != "none" else 0
     dense = (MASTER + COMPUTE) * (model.parameters - packed)
-    return dense + 2 * PACKED_BITS[layout.packing] / 8 * packed
+    return dense + 2 * planned_bits(layout.packing) / 8 * packed

@@ -27,30 +27,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from deltawire.errors import CorruptError, InputError
+from deltawire.packed_formats import PACKED
 from deltawire.quantization.formats import PackedFormat, naming, open_format
-
-_WEIGHTS = {
-    ("int", 4, "group", 32): "int4-g32",
-    ("int", 8, "channel", None): "int8-row",
-    ("float", 4, "group", 32): "mxfp4",
-    ("float", 4, "tensor_group", 16): "nvfp4",
-    ("float", 8, "block", None): "fp8-block",
-}
-"""Formats by type, bits, strategy and group size of a compressed-tensors scheme."""
-
-SCHEMES: dict[str, dict[str, Any]] = {
-    "int4-g32": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
-    "int8-row": {"num_bits": 8, "type": "int", "strategy": "channel"},
-    "mxfp4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
-    "nvfp4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
-    "fp8-block": {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "block",
-        "block_structure": [128, 128],
-    },
-}
-"""How compressed-tensors describes the weights of each format."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +102,7 @@ class PackedCheckpoint:
         if codes.ndim > 2 and weight.parts["codes"].endswith("_blocks"):
             codes = codes.flatten(-2)  # gpt-oss: [E, rows, groups, 16]
         codes = codes.contiguous().view(torch.uint8)
-        if weight.parts["codes"].endswith("_packed") and self.form.name == "int4-g32":
+        if weight.parts["codes"].endswith("_packed") and self._stores("shape"):
             stated = self._tensor(f"{weight.name}_shape").tolist()
             if codes.shape[-1] * 2 != stated[-1]:
                 raise CorruptError(
@@ -154,7 +132,7 @@ class PackedCheckpoint:
         if name.endswith(".weight_packed"):
             stem = name.removesuffix("_packed")
             parts = {"codes": name, "scales": f"{stem}_scale"}
-            if self.form.name == "nvfp4":
+            if self._stores("global_scale"):
                 parts["global_scale"] = f"{stem}_global_scale"
         elif name.endswith("_blocks"):
             parts = {"codes": name, "scales": f"{name.removesuffix('_blocks')}_scales"}
@@ -167,6 +145,9 @@ class PackedCheckpoint:
         if missing := [one for one in parts.values() if one not in self._files]:
             raise CorruptError(f"the checkpoint lacks {missing[0][:200]}")
         return parts
+
+    def _stores(self, what: str) -> bool:
+        return self.form is not None and what in PACKED[self.form.name].also_stored
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._files:
@@ -216,15 +197,15 @@ def _scheme_format(settings: dict[str, Any], folder: Path) -> PackedFormat:
             strategy,
             size if strategy in ("group", "tensor_group") else None,
         )
-        block = weights.get("block_structure")
-        if (
-            key not in _WEIGHTS
-            or not weights.get("symmetric", True)
-            or weights.get("actorder")
-            or (strategy == "block" and block != [128, 128])
-        ):
+        block = weights.get("block_structure") if strategy == "block" else None
+        known = [
+            name
+            for name, one in PACKED.items()
+            if one.scheme == key and one.weights.get("block_structure") == block
+        ]
+        if not known or not weights.get("symmetric", True) or weights.get("actorder"):
             raise _unknown(f"weights of {key}, symmetric={weights.get('symmetric', True)}", folder)
-        names.add(_WEIGHTS[key])
+        names.add(known[0])
     if len(names) != 1:
         raise _unknown(f"{len(names)} schemes", folder)
     return open_format(names.pop())

@@ -8,8 +8,8 @@ A format stores a code of 4 or 8 bits for each weight and a scale for each block
                        ◀─ dequantize ─ bf16(values[code] × scale), rounded once
 
 Leading dimensions stack matrices, such as the experts of a layer. Rows are outputs and columns
-inputs, as in `torch.nn.Linear`. A new format is one module in this folder and one line in
-`FORMATS`.
+inputs, as in `torch.nn.Linear`. A new format is one module in this folder and one entry in
+`deltawire.packed_formats.PACKED`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,7 @@ import torch
 from torch import Tensor
 
 from deltawire.errors import CorruptError, InputError
-
-FORMATS = {
-    "int4-g32": "deltawire.quantization.integers:INT4_G32",
-    "int8-row": "deltawire.quantization.integers:INT8_ROW",
-    "mxfp4": "deltawire.quantization.fp4:MXFP4",
-    "nvfp4": "deltawire.quantization.fp4:NVFP4",
-    "fp8-block": "deltawire.quantization.fp8:FP8_BLOCK",
-}
-"""Formats by name, each as ``module:object``."""
+from deltawire.packed_formats import require_packed
 
 ROWS = 256
 """Rows that are packed at a time, whole blocks of every format: memory is that of these rows."""
@@ -188,10 +180,6 @@ def naming(tensor: str) -> Iterator[None]:
 
 def open_format(name: str) -> PackedFormat:
     """Returns the format of that name; raises `InputError` for an unknown one."""
-    if name not in FORMATS:
-        raise InputError(
-            f"there is no packed format {name[:80]!r}", hint=f"use one of {', '.join(FORMATS)}"
-        )
-    module, _, member = FORMATS[name].partition(":")
+    module, _, member = require_packed(name).place.partition(":")
     found: PackedFormat = getattr(importlib.import_module(module), member)
     return found

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from deltawire.errors import InputError
-from deltawire.quantization.checkpoints import SCHEMES, PackedCheckpoint, StoredWeight
+from deltawire.packed_formats import PACKED
+from deltawire.quantization.checkpoints import PackedCheckpoint, StoredWeight
 from deltawire.quantization.dequantize import dequantize
 from deltawire.quantization.formats import PackedFormat, open_format
 from deltawire.quantization.packing import EXPERT, PackReport
-from deltawire.quantization.stored import COMPRESSED_TENSORS_FORMATS, stored_tensors
+from deltawire.quantization.stored import stored_tensors
 
 SHARD_BYTES = 1 << 30
 _LAYOUT: Final = "compressed-tensors"
@@ -160,13 +161,13 @@ def _write_rest(source: Path, out: Path, form: PackedFormat, left: Sequence[str]
     config: dict[str, Any] = json.loads((source / "config.json").read_bytes())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": COMPRESSED_TENSORS_FORMATS[form.name],
+        "format": PACKED[form.name].layout,
         "quantization_status": "compressed",
         "ignore": sorted(left),
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": {"symmetric": True, "dynamic": False, **SCHEMES[form.name]},
+                "weights": {"symmetric": True, "dynamic": False, **PACKED[form.name].weights},
             }
         },
     }

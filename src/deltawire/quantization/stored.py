@@ -24,18 +24,8 @@ import torch
 from torch import Tensor
 
 from deltawire.config.exporters import StoredLayout
-from deltawire.quantization.checkpoints import SCHEMES
+from deltawire.packed_formats import PACKED
 from deltawire.quantization.formats import PackedFormat, Parts
-
-_CODES: Final = {"fp8-block": torch.float8_e4m3fn, "int8-row": torch.int8, "int4-g32": torch.int32}
-COMPRESSED_TENSORS_FORMATS: Final = {
-    "int4-g32": "pack-quantized",
-    "mxfp4": "mxfp4-pack-quantized",
-    "nvfp4": "nvfp4-pack-quantized",
-    "fp8-block": "naive-quantized",
-    "int8-row": "naive-quantized",
-}
-"""The library's name of the layout of each format's weights."""
 
 _ACTIVATIONS: Final[dict[str, Any]] = {
     "num_bits": 8,
@@ -64,12 +54,12 @@ def stored_tensors(
     codes, scales = parts["codes"].contiguous(), parts["scales"]
     names = stored_names(form, layout, name)
     found = {
-        names["codes"]: codes.view(_CODES.get(form.name, torch.uint8)),
+        names["codes"]: codes.view(getattr(torch, PACKED[form.name].codes)),
         names["scales"]: scales,
     }
-    if form.name == "int4-g32":
+    if "shape" in PACKED[form.name].also_stored:
         found[f"{name}_shape"] = torch.tensor([codes.shape[0], 2 * codes.shape[1]])
-    if form.name == "nvfp4":
+    if "global_scale" in PACKED[form.name].also_stored:
         found[f"{name}_global_scale"] = parts["global_scale"][:1].clone()
     return found
 
@@ -97,14 +87,14 @@ def quantization_config(
         }
     group: dict[str, Any] = {
         "targets": ["Linear"],
-        "weights": {"symmetric": True, "dynamic": False, **SCHEMES[form.name]},
+        "weights": {"symmetric": True, "dynamic": False, **PACKED[form.name].weights},
     }
     fp8 = form.name == "fp8-block"
     if fp8:
         group["input_activations"] = _ACTIVATIONS
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized" if fp8 else COMPRESSED_TENSORS_FORMATS[form.name],
+        "format": "float-quantized" if fp8 else PACKED[form.name].layout,
         "quantization_status": "compressed",
         "ignore": sorted(unquantized),
         "config_groups": {"group_0": group},

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deltawire.packed_formats import PACKED
 from deltawire.quantization.dequantize import dequantize_with_torch
-from deltawire.quantization.formats import FORMATS, open_format
+from deltawire.quantization.formats import open_format
 
 pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (3, 130, 64), (2, 256, 384)])
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", sorted(PACKED))
 def test_the_kernel_writes_what_pytorch_computes(name, shape):
     from deltawire.quantization.triton_kernels import dequantize_blocks
 

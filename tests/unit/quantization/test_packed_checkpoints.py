@@ -15,9 +15,10 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.export.adapter import load_adapted
 from deltawire.export.models import save_model
 from deltawire.export.source import open_source
+from deltawire.packed_formats import PACKED
 from deltawire.quantization.dequantize import dequantize
 from deltawire.quantization.experts import find_experts
-from deltawire.quantization.formats import FORMATS, open_format
+from deltawire.quantization.formats import open_format
 from deltawire.quantization.packing import load_packed, pack_layers
 from deltawire.train.build import byte_tokenizer
 
@@ -128,7 +129,7 @@ def expected_stack(model, layer, stack, form):
     return torch.cat(done, dim=1)
 
 
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", sorted(PACKED))
 def test_a_plain_directory_is_packed_while_it_is_read(qwen, form):
     folder, model = qwen
     packed = load_adapted(folder, lora(form), seed=0)
@@ -140,7 +141,7 @@ def test_a_plain_directory_is_packed_while_it_is_read(qwen, form):
     assert torch.equal(packed.get_parameter(name), model.get_parameter(name))
 
 
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", sorted(PACKED))
 def test_packed_directories_keep_their_codes(qwen, tmp_path, form):
     folder, model = qwen
     native = open_format(form)
