@@ -21,7 +21,6 @@ from deltawire.chat.requests import text_of
 from deltawire.config import RunConfig
 from deltawire.errors import FencedError, InputError, RetryError
 from deltawire.events import Evaluated
-from deltawire.export.models import fetch_model_files, load_tokenizer
 from deltawire.live.learning.edits import EditEncoder
 from deltawire.live.learning.grouping import (
     GroupMaker,
@@ -226,6 +225,8 @@ def open_edits(bucket: Bucket, run: Run, config: RunConfig) -> EditEncoder | Non
     """Returns what encodes edits with the run's tokenizer; None for a run without pairs."""
     if config.train.loss.preference.kind == "none":
         return None
+    from deltawire.export.models import fetch_model_files, load_tokenizer  # They need torch.
+
     with fetch_model_files(bucket, run) as folder:
         tokenizer = load_tokenizer(Path(folder))
     return EditEncoder(text_of(config, tokenizer, bucket=bucket.url), config)

@@ -375,6 +375,18 @@ def put_blob(bucket: Bucket, data: bytes) -> BlobRef:
     return BlobRef(hash=digest, bytes=len(data))
 
 
+class MissingBlobError(CorruptError):
+    """A blob is missing.
+
+    Retention may delete one between a commit and its writer's look at the deletion intents. The
+    writer then stores it again, so a reader that finds no other route looks once more.
+    """
+
+    def is_over(self, bucket: Bucket) -> bool:
+        """Returns whether the blob is there now."""
+        return bool(self.key) and bucket.exists(self.key)
+
+
 def missing_blobs(bucket: Bucket, refs: Sequence[BlobRef]) -> list[BlobRef]:
     """Returns the blobs that are not stored with their size."""
 
@@ -394,7 +406,7 @@ def get_blob(bucket: Bucket, ref: BlobRef, *, version: int | None = None) -> byt
     else:
         data = _get_in_ranges(bucket, key, ref.bytes)
     if data is None:
-        raise CorruptError("a blob is missing", run=bucket.url, version=version, key=key)
+        raise MissingBlobError("a blob is missing", run=bucket.url, version=version, key=key)
     if len(data) != ref.bytes or blake3.blake3(data).hexdigest() != ref.hash:
         raise CorruptError(
             "a blob's content does not match its name", run=bucket.url, version=version, key=key

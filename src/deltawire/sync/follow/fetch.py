@@ -29,7 +29,7 @@ from deltawire.store import REQUESTS, Bucket
 from deltawire.store.lanes import in_lane
 from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES, range_requests
 from deltawire.store.worker_threads import WorkerThreads
-from deltawire.sync.chain.objects import get_blob
+from deltawire.sync.chain.objects import MissingBlobError, get_blob
 from deltawire.sync.chain.payloads import read_payload
 from deltawire.sync.follow.blob_cache import BlobCache
 from deltawire.sync.follow.mirror import Mirror, PiecePatch
@@ -227,7 +227,7 @@ def _fetch_blob(
     key = keys.blob(ref.hash)
     parts = bucket.read_ranges(key, [(piece.offset, piece.length) for piece in pieces])
     if parts is None:
-        raise CorruptError("a blob is missing", run=bucket.url, version=version, key=key)
+        raise MissingBlobError("a blob is missing", run=bucket.url, version=version, key=key)
     for piece, part in zip(pieces, parts, strict=True):
         if piece_hash(part) != piece.hash:
             raise CorruptError(

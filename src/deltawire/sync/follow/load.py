@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from deltawire import codec
 from deltawire.errors import CorruptError, ResyncError, RetryError
 from deltawire.store import Bucket, RetryingBucket
-from deltawire.sync.chain.objects import read_manifest
+from deltawire.sync.chain.objects import MissingBlobError, read_manifest
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge, Route
 from deltawire.sync.chain.version_poller import newest_readable
@@ -71,6 +72,29 @@ def load_mirror(
             run=bucket.url,
             version=target,
         )
+    exact = at is not None
+    fill = partial(_fill, bucket, run, mirror, target, known, threads, exact=exact, resume=resume)
+    try:
+        return fill()
+    except MissingBlobError as error:
+        if not error.is_over(bucket):
+            raise
+        return fill()
+
+
+def _fill(
+    bucket: Bucket,
+    run: Run,
+    mirror: Mirror,
+    target: int,
+    known: Manifest | None,
+    threads: int | None,
+    *,
+    exact: bool,
+    resume: bool,
+) -> Mirror:
+    """Moves ``mirror`` to ``target``, or unless it must be ``exact``, to the newest version that a
+    route leads to; raises `CorruptError` if there is none."""
     finder = RouteFinder(bucket, run, held=None, goal=target)
     if known is not None:
         finder.know(known)
@@ -78,13 +102,13 @@ def load_mirror(
         finder.held = mirror.version
     for _ in range(MAX_REPLANS):
         route = finder.find()
-        if route is None and at is None:
+        if route is None and not exact:
             route = finder.find_newest(newer_than=-1 if finder.held is None else finder.held)
         if route is None:
             break
         if _follow(finder, route, mirror, threads, resume=resume):
             return mirror
-    if at is None and finder.held is not None:
+    if not exact and finder.held is not None:
         return mirror
     raise finder.error()
 

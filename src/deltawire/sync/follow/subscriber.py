@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from deltawire.codec import Digest, Patch
 from deltawire.errors import BugError, CorruptError, ResyncError, RetryError, ThrottledError
 from deltawire.store import Bucket, RetryingBucket
-from deltawire.sync.chain.objects import newest_version
+from deltawire.sync.chain.objects import MissingBlobError, newest_version
 from deltawire.sync.chain.payloads import DamagedTableError, read_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge
@@ -140,6 +140,16 @@ class Subscriber:
                 return None
 
     def _prepare(self) -> Update | None:
+        """Prepares a step; once more if a blob that was missing is there by now."""
+        try:
+            return self._plan_and_cross()
+        except MissingBlobError as error:
+            if not error.is_over(self.bucket):
+                raise
+            self._finder, self._edges = None, ()
+            return self._plan_and_cross()
+
+    def _plan_and_cross(self) -> Update | None:
         started = time.perf_counter()
         finder = self._finder
         if self._late:  # Newer versions may be there by now, and a shorter route to them.

@@ -7,7 +7,7 @@ from anchored import anchor_of
 
 from deltawire import codec
 from deltawire.errors import CorruptError, ResyncError, RetryError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import DelegatingBucket, open_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, read_manifest
 from deltawire.sync.chain.objects import put_blob
 from deltawire.sync.chain.payloads import read_blobs
@@ -194,6 +194,48 @@ def test_a_damaged_delta_without_a_newer_anchor_is_an_error(bucket, run, how):
     bucket.heal()
     subscriber.commit(subscriber.prepare())
     assert_holds(subscriber.mirror, 7)
+
+
+class StoredAgain(DelegatingBucket):
+    """A store in which the blob at ``key`` is missing until a reader has looked for it
+    ``answers`` times: its writer stores it again then."""
+
+    def __init__(self, inner, key, answers):
+        super().__init__(inner)
+        self.key, self.answers = key, answers
+        self.data = inner.get(key, limit=1 << 20)
+        inner.delete(key)
+
+    def _looked_for(self, key):
+        if key == self.key:
+            self.answers -= 1
+            if self.answers < 0:
+                self.inner.put(key, self.data)
+
+    def get(self, key, *, limit):
+        self._looked_for(key)
+        return super().get(key, limit=limit)
+
+    def read_ranges(self, key, ranges):
+        self._looked_for(key)
+        return super().read_ranges(key, ranges)
+
+    def head(self, key):
+        self._looked_for(key)
+        return super().head(key)
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_a_blob_that_its_writer_stores_again_is_looked_for_again(bucket, run, stepwise):
+    store = StoredAgain(bucket, blob_key(bucket, run, NEWEST, "delta"), answers=1)
+    subscriber = subscriber_at(store, run, NEWEST - 1, stepwise=stepwise)
+    assert subscriber.advance()
+    assert_holds(subscriber.mirror, NEWEST)
+
+
+def test_a_load_looks_again_for_a_blob_that_its_writer_stores_again(bucket, run):
+    store = StoredAgain(bucket, blob_key(bucket, run, NEWEST, "delta"), answers=1)
+    assert_holds(load_mirror(store, run, at=NEWEST), NEWEST)
 
 
 def test_a_damaged_newest_version_leaves_an_older_way_around(bucket, run):
