@@ -20,9 +20,11 @@ from compactions import compaction
 from copied_forks import copied_forks
 from erasures import erasures, first_time, once_a_look
 from exploring import Bounds, Found, World, explore
+from granting import granting
 from ledgers import consumption
 from ranks import ranks
 from relays import relays
+from restores import restores
 from stepping import ScriptedBucket
 
 from deltawire.errors import CorruptError, InputError
@@ -30,6 +32,8 @@ from deltawire.launch.branches import forking
 from deltawire.live.capture.uploader import SpoolUploader
 from deltawire.live.capture.uploader import _without as without
 from deltawire.live.erasure import forgetting
+from deltawire.rl.control.credits import CreditIssuer, settle
+from deltawire.rl.trainer.rollbacks import RollbackWatch
 from deltawire.runtime.lease import Lease
 from deltawire.sync.chain import gc_intents, history, retention, tags
 from deltawire.sync.chain.evidence import Absent, Sound, listed_twice
@@ -39,7 +43,7 @@ from deltawire.sync.publish import compaction as compacting
 from deltawire.sync.publish.publisher import Publisher
 from deltawire.wire import keys
 from deltawire.wire.captures import encode_segment
-from deltawire.wire.ledger import Ledger
+from deltawire.wire.ledger import CommitMetadata, Ledger
 
 NO_ANSWER = frozenset({"lost", "late"})
 LATE = frozenset({"late"})
@@ -140,6 +144,8 @@ CASES = [
     Case(
         "consumption of two groups, deleted", partial(consumption, steps=1, trims=True), Bounds(1)
     ),
+    Case("credits", granting, Bounds(), small=True),
+    Case("a restore", partial(restores, alone=True), Bounds(), small=True),
 ]
 
 
@@ -224,6 +230,11 @@ def _deleted_is_foreign(*args: Any, **more: Any) -> bytes:
 
 def _as_wanted(self: SpoolUploader, _stream: Any, number: int, rows: list[bytes]) -> bytes:
     return encode_segment(self._gateway, number, without(rows, self._forgotten()))
+
+
+def _settled_at_once(self: CreditIssuer, version: int, metadata: CommitMetadata) -> None:
+    settle(self.ledger, metadata)
+    self.write()
 
 
 _AGREED = sharded.require_agreed
@@ -362,6 +373,15 @@ BROKEN = [
     Broken(
         "a trainer that deletes groups before it commits", partial(consumption, hasty=True),
         Bounds(), "is lost",
+    ),
+    Broken(
+        "a trainer that grants for groups of a version that is not committed", granting, Bounds(),
+        "are granted", (_patch(CreditIssuer, "expect", _settled_at_once),),
+    ),
+    Broken(
+        "a trainer that does not look whether a decision was followed",
+        partial(restores, alone=True), Bounds(), "was followed twice",
+        (_patch(RollbackWatch, "_is_restored", lambda *_: False),),
     ),
 ]  # fmt: skip
 
