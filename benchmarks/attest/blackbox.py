@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,53 +129,66 @@ def look_at(scores: Scores, served: Floats, names: list[str], rng: np.random.Gen
 
 
 def stored_scores(folder: Path) -> Scores:
-    """Returns the scores of each version, from files or computed."""
+    """Returns the scores of each version, from files or computed. Each pass is stored once it is
+    made, so an interrupted measurement loses at most one."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = np.random.default_rng(0).integers(0, 49_152, (SEQUENCES, LENGTH))
     found: Scores = {}
-    gradient: dict[str, torch.Tensor] | None = None
     python = os.environ.get(VLLM, "")
     for rate in (0.0, *RATES):
         name = f"{rate:g}"
-        wanted = ["transformers"] + (["vllm"] if python else [])
-        missing = [one for one in wanted if not (folder / f"{one}-{name}.npz").is_file()]
+        paths = {one: folder / f"{one}-{name}.npy" for one in ("changed", *PASSES, "vllm")}
+        wanted = [one for one in paths if python or one != "vllm"]
+        missing = [one for one in wanted if not paths[one].is_file()]
         if missing:
-            model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-            if rate and gradient is None:
-                gradient = policy_gradient(model)
-            changed = stepped(model, gradient, rate) if gradient is not None and rate else 0.0
-            if "transformers" in missing:
-                made = scores_here(model, tokens)
-                store(folder / f"transformers-{name}.npz", changed=np.array(changed), **made)
-            if "vllm" in missing:
-                made = {"vllm": scores_of_vllm(model.bfloat16(), tokens, folder, python)}
-                store(folder / f"vllm-{name}.npz", **made)
+            model, changed = version(rate)
+            for one in missing:
+                if one == "changed":
+                    made: Floats = np.array(changed)
+                elif one == "vllm":
+                    made = scores_of_vllm(model.bfloat16(), tokens, folder, python)
+                else:
+                    made = PASSES[one](model, tokens)
+                store(paths[one], made)
             del model
-        found[name] = {}
-        for one in ("transformers", "vllm"):
-            if (folder / f"{one}-{name}.npz").is_file():
-                with np.load(folder / f"{one}-{name}.npz", allow_pickle=False) as stored:
-                    found[name] |= {key: stored[key] for key in stored.files}
+        found[name] = {
+            one: np.load(path, allow_pickle=False) for one, path in paths.items() if path.is_file()
+        }
     return found
 
 
-def store(path: Path, **arrays: Any) -> None:
-    """Writes a file of arrays that is whole once it is there."""
-    partial = path.with_suffix(".part.npz")
-    np.savez(partial, **arrays)
+def version(rate: float) -> tuple[Any, float]:
+    """Returns the float32 model after a step of one learning rate, and the share of its weights
+    that changed."""
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    return model, stepped(model, policy_gradient(model), rate) if rate else 0.0
+
+
+def store(path: Path, array: Floats) -> None:
+    """Writes a file of an array that is whole once it is there."""
+    partial = path.with_suffix(".part.npy")
+    np.save(partial, array)
     partial.replace(path)
 
 
-def scores_here(model: Any, tokens: NDArray[np.int64]) -> dict[str, Floats]:
-    """Scores in float32, then in bf16 with each kind of attention."""
-    found = {"exact": score(model, tokens, TOGETHER)}
-    model = model.bfloat16()
-    found["fused"] = score(model, tokens, TOGETHER)
-    found["single"] = score(model, tokens, 1)
-    model.set_attn_implementation("eager")
-    found["eager"] = score(model, tokens, TOGETHER)
-    model.set_attn_implementation("sdpa")
-    return found
+def rounded_pass(attention: str, together: int) -> Callable[[Any, NDArray[np.int64]], Floats]:
+    """Returns a pass in bf16."""
+
+    def run(model: Any, tokens: NDArray[np.int64]) -> Floats:
+        model = model.bfloat16()
+        model.set_attn_implementation(attention)
+        return score(model, tokens, together)
+
+    return run
+
+
+PASSES: dict[str, Callable[[Any, NDArray[np.int64]], Floats]] = {
+    "exact": lambda model, tokens: score(model, tokens, TOGETHER),
+    "fused": rounded_pass("sdpa", TOGETHER),
+    "eager": rounded_pass("eager", TOGETHER),
+    "single": rounded_pass("sdpa", 1),
+}
+"""The passes of torch over each version, in this order: only the first finds float32 weights."""
 
 
 def scores_of_vllm(
