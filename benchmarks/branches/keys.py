@@ -21,6 +21,12 @@ KEYS: Final[dict[str, Key]] = {
     "bisect_named_without_culprit": Key(
         "noisy_bisection", "<=", 0.05, "culprits named where there is none, worse of two worlds"
     ),
+    "bisect_real_found": Key(
+        "real_culprits", ">=", 1, "bad steps of three real runs that a noisy test of answers finds"
+    ),
+    "bisect_real_named_without": Key(
+        "real_culprits", "<=", 0, "culprits named in the same run without a bad step"
+    ),
     "compare_trees_kept": Key(
         "null_changes", "<=", 0.1, "share of trees of 100 null changes in which one is kept"
     ),
@@ -30,6 +36,10 @@ KEYS: Final[dict[str, Key]] = {
         1e-4,
         "largest error of diff's KL to float64, of the largest",
     ),
+    "fork_seconds": Key(
+        "fork_cost", "<=", 1, "seconds of a fork of 100 versions of 146M weights, slowest of 3"
+    ),
+    "fork_kb": Key("fork_cost", "<=", 100, "kilobytes that such a fork stores, the most of 3"),
     "served_wrong": Key(
         "version_tools",
         "<=",

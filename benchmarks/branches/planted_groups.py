@@ -18,26 +18,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from blake3 import blake3
 
+from benchmarks.branches.made_runs import trained_run
 from benchmarks.training.keys import Measured, Options
 from benchmarks.training.seeded_groups import seeded_group
 from deltawire.config import BuildConfig, parse_config
-from deltawire.export.lines import open_policy
 from deltawire.export.models import save_model
-from deltawire.export.source import bits_of
 from deltawire.launch.branches.why import Explanation, Question, explain
-from deltawire.rl.control.rollout_buffer import BufferedGroup
-from deltawire.rl.trainer.bootstrap import start_run
-from deltawire.rl.trainer.resume import repeat_step, resume
-from deltawire.store import Bucket, open_bucket
-from deltawire.sync.publish.sources import continue_publisher
-from deltawire.train.arithmetic import arithmetic_of
+from deltawire.rl.trainer.resume import Resumed
+from deltawire.store import Bucket
 from deltawire.train.build import build_model, byte_tokenizer
-from deltawire.wire import keys
-from deltawire.wire.ledger import GROUP_HASH_DIGITS, CommitMetadata
-from deltawire.wire.rollouts import Group, encode_group
+from deltawire.wire.rollouts import Group
 
 WORLDS = 20
 VERSIONS = 12
@@ -47,7 +38,6 @@ PROMPT = "two plus two is"
 ANSWER = "five !"
 SIZES = BuildConfig(hidden_size=32, layers=2, head_size=16, feed_forward_size=48, context=64)
 LEARNING_RATE = 1e-3
-WORKER = "w0"
 
 
 class Planted(NamedTuple):
@@ -73,11 +63,9 @@ def planted_group(number: int, rng: np.random.Generator, *, bad: bool) -> Group:
 
 def planted_run(folder: Path, seed: int, *, versions: int = VERSIONS) -> Planted:
     """Trains a run whose bad group is drawn by ``seed``."""
-    torch.set_num_threads(1)
     rng = np.random.default_rng(seed)
     version, place = int(rng.integers(1, versions + 1)), int(rng.integers(GROUPS))
     save_model(build_model(SIZES, seed=seed), byte_tokenizer(), folder / "model")
-    bucket = open_bucket(str(folder / "bucket"), create=True)
     raw = {
         "name": "planted",
         "seed": seed,
@@ -90,33 +78,13 @@ def planted_run(folder: Path, seed: int, *, versions: int = VERSIONS) -> Planted
             "optimizer": {"learning_rate": LEARNING_RATE},
         },
     }
-    config = parse_config(raw, source="planted")
-    run = start_run(bucket, config, folder / "model")
-    model = open_policy(bucket, config, folder / "model", adapter=config.train.adapter)
-    state = resume(bucket, run, config, model, newest=0)
-    with continue_publisher(bucket, anchor_every=config.train.anchor_every) as publisher:
-        for step in range(1, versions + 1):
-            groups = []
-            for at in range(GROUPS):
-                number = (step - 1) * GROUPS + at
-                group = planted_group(number, rng, bad=(step, at) == (version, place))
-                data = encode_group(group)
-                bucket.put(keys.rollout(WORKER, number), data)
-                digest = blake3(data).hexdigest()[:GROUP_HASH_DIGITS]
-                groups.append(BufferedGroup(number, group, digest))
-            metadata = CommitMetadata(
-                step=step,
-                consumed=[(WORKER, one.sequence) for one in groups],
-                hashes=[one.hash for one in groups],
-                threads=1,
-                ranks=1,
-                arithmetic=arithmetic_of(state.masters.mesh.device),
-            )
-            repeat_step(state, config, groups, metadata, step)
-            state.version = step
-            shapes = {spec.name: spec.shape for spec in run.tensors}
-            bits = {n: b.reshape(shapes[n]) for n, b in bits_of(state.masters.source).items()}
-            publisher.publish(bits, metadata=metadata.to_dict(), wait=True)
+
+    def groups_of_step(step: int, _: Resumed) -> list[Group]:
+        first = (step - 1) * GROUPS
+        bad = (version - 1) * GROUPS + place
+        return [planted_group(n, rng, bad=n == bad) for n in range(first, first + GROUPS)]
+
+    bucket = trained_run(folder, parse_config(raw, source="planted"), groups_of_step)
     return Planted(bucket, version, (version - 1) * GROUPS + place)
 
 

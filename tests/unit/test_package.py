@@ -204,7 +204,7 @@ FLAGS = {
         "--ranks",
     },
     "fsck": TRUST | {"--quick", "--json"},
-    "log": TRUST | {"--last", "--json"},
+    "log": TRUST | {"--last", "--graph", "--json"},
     "bench": set(),
     "probes": TRUST | {"--json", "--live"},
     "rollouts": TRUST

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from deltawire.cli.arguments import add_json, add_trust, at_least, fraction, trust_of
 from deltawire.errors import InputError
+
+if TYPE_CHECKING:
+    from deltawire.store import Bucket
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,7 +25,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--among",
         type=at_least(1),
         metavar="N",
-        help="how many candidates this baseline is compared with in all (default: those named)",
+        help="how many candidates this baseline is compared with in all (default: those named, "
+        "and all forks of its run)",
     )
     add_trust(parser)
     add_json(parser)
@@ -39,23 +44,31 @@ def run(arguments: argparse.Namespace) -> int:
         Scored,
         best_of,
         compare_scores,
+        count_tries,
         scored_version,
     )
     from deltawire.launch.branches.version_names import VersionName
 
-    among = arguments.among or len(arguments.candidates)
-    if among < len(arguments.candidates):
-        raise InputError(f"--among {among} is below the {len(arguments.candidates)} that are named")
     if not 0 < arguments.error < 1:
         raise InputError("--error is a chance above 0 and below 1")
 
-    def scored(text: str) -> Scored:
-        return scored_version(*VersionName.parse(text).open(trust_of(arguments)))
+    def scored(text: str) -> tuple[Bucket, Scored]:
+        bucket, run, version = VersionName.parse(text).open(trust_of(arguments))
+        return bucket, scored_version(bucket, run, version)
 
-    baseline = scored(arguments.baseline)
+    against, baseline = scored(arguments.baseline)
+    judged = [(text, *scored(text)) for text in arguments.candidates]
+    known = count_tries(against, [bucket.url for _, bucket, _ in judged])
+    among = arguments.among or known
+    if among < known:
+        raise InputError(
+            f"--among {among} is below the {known} that are named or are forks of the baseline's "
+            "run",
+            hint="a fork that was looked at counts, although it is not named now",
+        )
     verdicts = [
-        compare_scores(baseline, scored(one), one, error=arguments.error, among=among)
-        for one in arguments.candidates
+        compare_scores(baseline, scores, text, error=arguments.error, among=among)
+        for text, _, scores in judged
     ]
     best = best_of(verdicts)
     if arguments.json:
@@ -75,5 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{one.low:+.3f} to {one.high:+.3f}",
             str(one.problems),
         )
-    Console(highlight=False, soft_wrap=True).print(table)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(f"the error of {arguments.error:g} is divided among {among} candidates")
     return 0 if best else UNDECIDED

@@ -22,7 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Deletes what all gateways stored of a user, under the pseudonyms of all "
         f"generations of the deployment's secret. Exit code {UNKNOWN_USER}: nothing was ever "
         f"stored under this name; {FORKED}: forks of the run began with weights that were trained "
-        "on the user.",
+        "on the user, or still hold something.",
     )
     parser.set_defaults(call=run)
     add_run_url(parser)
@@ -70,12 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
         no_learners=arguments.no_learner,
         rebuild=arguments.rebuild,
     )
-    code = FORKED if done.forks else 0 if done.known else UNKNOWN_USER
+    code = FORKED if done.unfinished else 0 if done.known else UNKNOWN_USER
     if arguments.json:
         body = {name: getattr(done.record, name) for name in done.record.__struct_fields__}
         body |= {"known": done.known, "pseudonyms": list(done.pseudonyms)}
         body |= {"old_versions": done.old_versions, "without": list(options.without)}
         body |= {"forks": [one.url for one in done.forks]}
+        body |= {"in_forks": [one._asdict() for one in done.in_forks]}
         if done.rebuild is not None:
             body["rebuild"] = done.rebuild._asdict()
         print(json.dumps(body))  # noqa: T201
@@ -109,11 +110,21 @@ def _lines(done: Erasure, without: Sequence[str]) -> Iterator[str]:
         )
     elif done.old_versions == "unknown":
         yield "it cannot be told here whether the store keeps old versions of objects: check it"
+    for one in done.in_forks:
+        if one.failure:
+            yield f"the fork {one.url} still holds the user: {one.failure}; run the command again"
+        elif one.answers or one.groups or one.versions:
+            trained = ", ".join(map(str, one.versions)) or "none"
+            yield (
+                f"in the fork {one.url}: deleted {one.answers} answers and {one.groups} groups; "
+                f"versions trained on them: {trained}"
+            )
     for fork in done.forks:
         note = f", and then its note {fork.note}" if fork.note else ""
         yield (
             f"the fork {fork.url} began with weights that were trained on the user: delete "
-            f"it{note}, or fork an earlier version; if it serves users itself, run forget on it too"
+            f"it{note}, or fork an earlier version; if it serves users with a secret of its own, "
+            "run forget on it too"
         )
     if rebuild is not None and rebuild.restores is None:
         yield "rebuild: the newest version does not come from the user's answers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from deltawire.cli.arguments import add_json, add_key, add_trust, trust_of
 from deltawire.errors import InputError
@@ -35,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Makes the fork, and prints where it is."""
-    from deltawire.display import safe_json
+    from deltawire.display import safe_json, safe_line
     from deltawire.launch.branches.forking import fork_run
     from deltawire.launch.branches.version_names import open_version
     from deltawire.launch.role_keys import read_signer
@@ -51,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings=settings,
         signer=signer,
         to=arguments.to,
+        announce=lambda line: print(safe_line(line), file=sys.stderr, flush=True),  # noqa: T201
     )
     if arguments.json:
         stated = {"url": made.url, "run": made.run.id, "version": made.version}

@@ -16,12 +16,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--last", type=at_least(1), default=50, metavar="N", help="how many (default: 50)"
     )
+    parser.add_argument(
+        "--graph", action="store_true", help="draw the run with its forks, and theirs, instead"
+    )
     add_trust(parser)
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lists the versions, newest first."""
+    """Lists the versions, newest first, or draws the forks."""
     from rich.console import Console
 
     from deltawire.dashboard.versions import list_readers, list_versions, version_table
@@ -30,6 +33,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     bucket = open_trusted(arguments.run, trust_of(arguments))
     run = read_run(bucket)
+    if arguments.graph:
+        from deltawire.display import safe_json
+        from deltawire.launch.branches.run_tree import drawn, tree_of
+
+        tree = tree_of(bucket)
+        if arguments.json:
+            print(safe_json(tree))  # noqa: T201
+        else:
+            Console(highlight=False, soft_wrap=True).print(drawn(tree))
+        return 0
     versions = list_versions(bucket, run, arguments.last)
     readers = list_readers(bucket)
     if arguments.json:

@@ -20,8 +20,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="KIND=DIR",
-        help="also state that pull, merge, or a format of pack (int8-row:o_proj) made DIR of the "
-        "last version, after making it again; may be repeated",
+        help="also state that pull, pull:PRECISION, merge, export, export:BASE or a format of pack "
+        "(int8-row:o_proj) made DIR of the last version, after making it again; may be repeated",
     )
     add_key(parser)
     add_trust(parser)
@@ -68,6 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"not checkable: {len(numbers)} versions, the first is {numbers[0]}: "
             f"{proven.not_checkable[numbers[0]]}"
         )
+    lines += [
+        f"made again from the run's versions, and stated: {count} versions of line {name}"
+        for name, count in proven.lines.items()
+    ]
     lines += [f"made again from version {version}, and stated: {name}" for name in proven.derived]
     for line in lines:
         print(safe_line(line))  # noqa: T201

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from deltawire.errors import InputError
 from deltawire.launch.branches.fork_copy import KnownFork
 from deltawire.launch.branches.fork_places import forks_from
+from deltawire.launch.fork_erasure import ForkErasure, forget_in_forks
 from deltawire.launch.live_secret import SecretPlace
 from deltawire.launch.role_keys import read_signer
 from deltawire.live.capture.names import normalize_name
@@ -92,7 +93,8 @@ class _Deployment:
 class Erasure:
     """The outcome of an erasure. ``known`` says whether the bucket ever held anything of the user;
     ``old_versions`` whether the store keeps what was deleted, as far as it can be told. ``forks``
-    are the forks that began with weights which were trained on the user."""
+    are the forks that began with weights which were trained on the user, and ``in_forks`` what was
+    deleted in forks in the same bucket."""
 
     record: Forgotten
     pseudonyms: Sequence[str]
@@ -100,6 +102,13 @@ class Erasure:
     old_versions: OldVersions
     rebuild: Rebuild | None = None
     forks: Sequence[KnownFork] = ()
+    in_forks: Sequence[ForkErasure] = ()
+
+    @property
+    def unfinished(self) -> bool:
+        """Returns whether a fork still holds the user, or weights that were trained on the user
+        which it began with."""
+        return bool(self.forks) or any(one.failure for one in self.in_forks)
 
 
 def forget_by_name(
@@ -111,7 +120,8 @@ def forget_by_name(
     no_learners: Sequence[str] = (),
     rebuild: bool = False,
 ) -> Erasure:
-    """Deletes what a run's bucket holds of a user under the pseudonyms of all generations.
+    """Deletes what a run's bucket, and forks in it, hold of a user under the pseudonyms of all
+    generations.
 
     ``learner_keys`` are ``NAME=FILE``, those of learners of a signed run, and ``no_learners`` the
     workers whose lineages are forged. With ``rebuild`` the
@@ -149,7 +159,9 @@ def forget_by_name(
     known = bool(record.answers or record.feedback or record.groups)
     kept = old_versions(bucket, keys.live_forgotten(users[0]))
     forks = forks_from(bucket, min(record.versions)) if record.versions else []
-    return Erasure(record, users, known, kept, decide(record), forks)
+    return Erasure(
+        record, users, known, kept, decide(record), forks, forget_in_forks(bucket, users)
+    )
 
 
 def old_versions(bucket: Bucket, key: str) -> OldVersions:

@@ -1,7 +1,8 @@
 """A fork's bucket: reads payloads that are not there from the run above it.
 
 A fork of a run lies below it, at ``RUN/forks/NAME``, so its place names its parent, and no object
-of a bucket does. Only reads of immutable objects go to the parent: blobs, whose names are the
+of a bucket does. A line of a fork, ``RUN/forks/NAME/lines/LINE``, reads from ``RUN/lines/LINE``.
+Only reads of immutable objects go to the parent: blobs, whose names are the
 hashes of their bytes, and parts of the trainer's states, whose hashes the fork's own commits state.
 Listings, sizes and writes are those of the fork, so that a writer stores again what only the parent
 has, and the fork depends on its parent for what it began with and for nothing that it made.
@@ -20,15 +21,16 @@ from deltawire.store.delegating import DelegatingBucket
 FORKS: Final = "forks/"
 """The keys below a run that belong to its forks."""
 
-_FORK = re.compile(r"\A(.+)/forks/([A-Za-z0-9][A-Za-z0-9_-]{0,62})/?\Z", re.DOTALL)
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}"
+_FORK = re.compile(rf"\A(.+)/forks/({_NAME})(/lines/{_NAME})?/?\Z", re.DOTALL)
 _SHARED = re.compile(r"weights/blobs/[0-9a-f]{64}|checkpoints/[0-9]{10}/state-[0-9]{10}\.bin")
 
 
 def split_fork(url: str) -> tuple[str, str]:
-    """Returns the URL of the run that a fork belongs to, and the fork's name, from a fork's URL; an
-    empty name for any other URL."""
+    """Returns the URL of the run that a fork belongs to, and the fork's name, from a fork's URL;
+    from that of a line of a fork, the URL of the run's line. An empty name for any other URL."""
     found = _FORK.match(url)
-    return (url, "") if found is None else (found[1], found[2])
+    return (url, "") if found is None else (found[1] + (found[3] or ""), found[2])
 
 
 class ForkedBucket(DelegatingBucket):

@@ -1,13 +1,16 @@
 """A fork trains on as its parent would, whoever stops and whatever its parent deletes."""
 
+import json
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forgotten_users import train
+from forgotten_users import BOB, CAROL, everything_in, tokens_of, train
 from granted_groups import copied, made_up_group, put_group, start_with_groups
 from heartbeats import put_heartbeat
+from live_answers import answer, put_rows
 
 from deltawire.cli import forget
 from deltawire.cli.main import main
@@ -15,12 +18,13 @@ from deltawire.config import run_config
 from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.launch.branches.fork_places import FORK_RECORD, forks_from
 from deltawire.launch.branches.forking import Fork, fork_run
+from deltawire.launch.fork_erasure import forget_in_forks
 from deltawire.launch.live_users import Erasure
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.store import open_bucket, retrying
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.sync import find_run, load_mirror, prune, read_manifest, read_run
-from deltawire.sync.chain.tags import find_tag
+from deltawire.sync.chain.tags import add_tag, find_tag
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.train import checkpoint, checkpoint_folders
@@ -341,3 +345,54 @@ def test_a_short_answer_hides_no_fork(parent, tmp_path):
     assert urls_from(ShortAnswers(parent), VERSION) == [copy.url, below.url]
     parent.put(keys.child("odd"), b"x" * 100_000)
     assert keys.child("odd") in urls_from(parent, VERSION)
+
+
+def test_the_tree_is_drawn(parent, tmp_path, capsys):
+    run = read_run(parent)
+    first = fork_run(parent, run, VERSION, "one")
+    fork_run(open_bucket(first.url), first.run, VERSION, "below")
+    copy = fork_run(parent, run, 4, "two", to=str(tmp_path / "elsewhere"))
+    add_tag(parent, run, 3, "best")
+    assert main(["log", parent.url, "--graph"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "granted 0 to 4 · best @3"
+    assert [line.strip("│├└─ ").split()[0] for line in lines[1:]] == ["2", "2", "4"]
+    assert lines[2].startswith("│   └── 2 ─▶ below 2 to 2")
+    assert f"{copy.url} (in another bucket)" in lines[3]
+    assert main(["log", parent.url, "--graph", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert [one["began"] for one in tree["forks"]] == [VERSION, 4]
+    open_bucket(first.url).put(keys.manifest(VERSION), b"junk")
+    assert main(["log", parent.url, "--graph"]) == 0
+    assert "? ─▶ one" in capsys.readouterr().out
+
+
+def test_a_long_computation_is_announced(parent, capsys):
+    assert main(["fork", f"{parent.url}@3", "try"]) == 0
+    said = capsys.readouterr().err
+    assert "version 3 has no stored state: computing 1 step after version 2 again" in said
+    assert "which took the trainer about" in said
+
+
+def test_an_erasure_reaches_forks_in_the_bucket(parent):
+    """What a fork's own gateways stored under the same pseudonyms is deleted there too."""
+    made = fork_run(parent, read_run(parent), VERSION, "one")
+    fork = open_bucket(made.url)
+    put_rows(fork, 0, [answer(n, user=BOB if n < 3 else CAROL) for n in range(1, 5)], [])
+    unfinished = open_bucket(f"{parent.url}/forks/two", create=True)
+    unfinished.put(keys.manifest(VERSION), b"")
+    found = {one.url: one for one in forget_in_forks(parent, [BOB])}
+    assert (found[fork.url].answers, found[fork.url].failure) == (2, "")
+    assert found[unfinished.url].answers == 0
+    assert tokens_of(1) not in everything_in(fork)
+    assert tokens_of(3) in everything_in(fork)
+    assert fork.exists(keys.live_forgotten(BOB))
+    record = Forgotten(run=read_run(parent).id, user=BOB, at=0.0)
+    done = Erasure(record, [BOB], known=True, old_versions="none", in_forks=[*found.values()])
+    assert not done.unfinished
+    assert f"in the fork {fork.url}: deleted 2 answers" in " ".join(forget._lines(done, []))
+    fork.put("run.json", b"junk")
+    (failed,) = [one for one in forget_in_forks(parent, [BOB]) if one.failure]
+    done = replace(done, in_forks=[failed])
+    assert done.unfinished
+    assert "still holds the user" in " ".join(forget._lines(done, []))

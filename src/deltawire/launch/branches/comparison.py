@@ -4,7 +4,8 @@ For each problem that both answered, d is the candidate's share of correct answe
 baseline's. `ArmDifference` bets that their mean is larger, or smaller, than a value; the values
 that it cannot reject are the interval. It holds at any time, so a comparison may be repeated as
 answers arrive. With ``among`` candidates each gets that share of the error (Bonferroni), which
-holds although all are compared with one baseline: the best of a hundred tries is not luck.
+holds although all are compared with one baseline: the best of a hundred tries is not luck. All
+forks of the baseline, and of the run that it is itself a fork of, count as candidates.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from numpy.typing import NDArray
 
 from deltawire.errors import InputError
 from deltawire.events import Evaluated
+from deltawire.launch.branches.fork_places import direct_forks
 from deltawire.live.release.sequential_tests import ArmDifference, log_threshold
 from deltawire.runtime.event_tail import EventTail
-from deltawire.store import Bucket
+from deltawire.store import Bucket, open_bucket
+from deltawire.store.forked import split_fork
 from deltawire.watch.compare import settings_of
 from deltawire.wire.run import Run
 
@@ -52,6 +55,17 @@ class CandidateVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Scored = tuple[Run, Evaluated]
+
+
+def count_tries(baseline: Bucket, candidates: Sequence[str]) -> int:
+    """Returns how many candidates count: all forks of the baseline's run and, if that is a fork, of
+    its parent; and those of ``candidates``, URLs of runs, that are none of them."""
+    known = set(direct_forks(baseline))
+    parent, name = split_fork(baseline.url)
+    if name:
+        known |= set(direct_forks(open_bucket(parent)))
+    known.discard(baseline.url)
+    return len(known) + sum(one not in known for one in candidates)
 
 
 def scored_version(bucket: Bucket, run: Run, version: int | None) -> Scored:

@@ -137,7 +137,11 @@ def _pem_of(signer: Ed25519Signer) -> bytes:
 def _material_rules(made: Made) -> list[list[str]]:
     """Returns the rules for a step's materials: versions are products of their steps, groups, code
     and configuration are given, and there is nothing else."""
-    matched = [["MATCH", "version/*", "WITH", "PRODUCTS", "FROM", name] for name in made.before]
+    matched = [
+        ["MATCH", pattern, "WITH", "PRODUCTS", "FROM", name]
+        for name in made.before
+        for pattern in ("version/*", "line/*")
+    ]
     given = [["ALLOW", name] for name in ("group/*", "configuration", "code")]
     return [*matched, *given, ["DISALLOW", "*"]]
 

@@ -35,10 +35,12 @@ from deltawire.wire.run import Run
 
 class KnownFork(NamedTuple):
     """Where a fork is, and the key of its note in the parent, empty for a fork below its parent.
-    ``url`` is the note's key if the note cannot be read."""
+    ``url`` is the note's key if the note cannot be read, and ``version``, where the fork began, is
+    then None."""
 
     url: str
     note: str = ""
+    version: int | None = None
 
 
 def check_place(parent: Bucket, location: str) -> None:
@@ -92,7 +94,7 @@ def children_from(bucket: Bucket, version: int) -> list[KnownFork]:
             found.append(KnownFork(key, key))
             continue
         if note is not None and note.version >= version:
-            found.append(KnownFork(note.url, key))
+            found.append(KnownFork(note.url, key, note.version))
     return found
 
 

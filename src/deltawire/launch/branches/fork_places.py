@@ -32,6 +32,12 @@ def fork_names(bucket: Bucket) -> list[str]:
     return sorted(filter(keys.valid_name, listed))
 
 
+def direct_forks(bucket: Bucket) -> list[str]:
+    """Returns the URLs of a run's own forks, those in other buckets included."""
+    here = [open_fork(bucket, name).url for name in fork_names(bucket)]
+    return sorted({*here, *(one.url for one in children_from(bucket, 0))})
+
+
 def open_fork(bucket: Bucket, name: str) -> Bucket:
     """Opens the bucket of a fork."""
     return open_bucket(f"{bucket.url.rstrip('/')}/{keys.fork(name)}")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import torch
 
 from deltawire.config.sections import RunConfig
+from deltawire.dashboard.wording import duration
 from deltawire.errors import CorruptError, InputError
+from deltawire.events import Step
 from deltawire.export.lines import open_policy
 from deltawire.export.models import fetch_model_files
 from deltawire.launch.branches.fork_copy import copy_state
 from deltawire.placement.device import resolve_device
 from deltawire.rl.trainer.resume import Resumed, recompute_step, resume
+from deltawire.runtime.event_tail import EventTail
 from deltawire.store import Bucket
-from deltawire.sync import read_manifest
+from deltawire.sync import read_history, read_manifest
 from deltawire.train.checkpoint import MAX_COMMIT_BYTES, Commit, save_checkpoint
 from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
@@ -32,13 +36,14 @@ def give_state(
     *,
     fork: str,
     copied: bool = False,
+    announce: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Stores the state in the fork; returns ``shared``, ``copied`` or ``computed``.
 
     A checkpoint of the parent is shared: only its commit is written, with the fork's id. With
     ``copied`` its parts are copied before. Where there is none, the steps after an earlier one are
-    computed again. Raises `InputError` if that does not give the published bits, `CorruptError` if
-    a part cannot be copied, and as `resume` and `recompute_step`.
+    computed again, which ``announce`` is told first. Raises `InputError` if that does not give the
+    published bits, `CorruptError` if a part cannot be copied, and as `resume` and `recompute_step`.
     """
     there = place.get(keys.checkpoint_commit(version), limit=MAX_COMMIT_BYTES)
     if there is not None and _commit(place, there, version).run == forked.id:
@@ -48,7 +53,7 @@ def give_state(
     if _share(parent, run, place, forked, version, copied=copied):
         return "copied" if copied else "shared"
     parent.delete(keys.checkpoint_forked(version, fork))
-    state = _computed(parent, run, config, version)
+    state = _computed(parent, run, config, version, announce)
     digest = state.masters.digest().hex()
     save_checkpoint(
         place, state.masters.state(), Ledger(), version=version, digest=digest, run=forked.id
@@ -80,7 +85,28 @@ def _share(
     return True
 
 
-def _computed(parent: Bucket, run: Run, config: RunConfig, version: int) -> Resumed:
+def steps_ahead(bucket: Bucket, run: Run, first: int, last: int) -> str:
+    """Says how many steps lead from a version to a later one, and about how long they take: as long
+    as the run recorded when they were made."""
+    versions = {one.version for one in read_history(bucket, run, after=first, to=last)}
+    seconds = [
+        event.seconds
+        for event in EventTail(bucket, processes=("trainer",)).read(everything=True)
+        if isinstance(event, Step) and event.version in versions
+    ]
+    about = ""
+    if seconds:
+        mean = sum(seconds) / len(seconds)
+        about = f", which took the trainer about {duration(mean * len(versions))}"
+    steps = "1 step" if len(versions) == 1 else f"{len(versions)} steps"
+    return (
+        f"version {last} has no stored state: computing {steps} after version {first} again{about}"
+    )
+
+
+def _computed(
+    parent: Bucket, run: Run, config: RunConfig, version: int, announce: Callable[[str], None]
+) -> Resumed:
     """Computes the state of a version from the newest checkpoint before it, or version 0."""
     torch.set_num_threads(config.threads)
     device = resolve_device(config.device_of("trainer"))
@@ -94,6 +120,7 @@ def _computed(parent: Bucket, run: Run, config: RunConfig, version: int) -> Resu
             device=device,
         )
     state = resume(parent, run, config, model, newest=version)
+    announce(steps_ahead(parent, run, state.version, version))
     while state.version < version:
         try:
             step = recompute_step(parent, run, state)

@@ -8,9 +8,10 @@ A fork lies below its parent, at ``RUN/forks/NAME``, and reads what it began wit
    fork's id; then the floor that closes the versions before them.
 3. Write the commit of the trainer's state. Where the parent has no checkpoint of the version, its
    steps are computed again from an earlier one, and the state is stored in the fork.
-4. Create ``run.json``. Before that no reader takes the place for a run.
+4. Do 1 and 2 for each further precision that the run publishes, and create its ``run.json``.
+5. Create ``run.json``. Before that no reader takes the place for a run.
 
-A fork in another bucket (``to``) is noted in the parent first, and between 1 and 2 the payloads are
+A fork in another bucket (``to``) is noted in the parent first, and before 2 the payloads are
 copied. It reads nothing of its parent later, so the tag and the mark are removed at the end; their
 names have the fork's id, because a fork below the parent may have the same name and keeps its own.
 
@@ -21,7 +22,7 @@ a repeated call writes the same objects, and one with other arguments finds them
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from blake3 import blake3
 from deltawire.builds import build_name
 from deltawire.config import with_settings
 from deltawire.config.features import stored_settings
+from deltawire.config.lines import publication_config
 from deltawire.config.sections import RunConfig
 from deltawire.errors import CorruptError, InputError
 from deltawire.launch.branches.fork_copy import (
@@ -41,9 +43,10 @@ from deltawire.launch.branches.fork_copy import (
 )
 from deltawire.launch.branches.fork_places import FORK_RECORD, ForkRecord
 from deltawire.runtime.fleet import known_trainer
+from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.needs import config_of, needs_of
 from deltawire.store import Bucket, RetryingBucket, open_bucket
-from deltawire.sync import find_run, read_manifest
+from deltawire.sync import find_run, read_manifest, read_run
 from deltawire.sync.chain.objects import create_run, read_compacted_delta
 from deltawire.sync.chain.tags import add_tag
 from deltawire.wire import keys
@@ -76,9 +79,11 @@ def fork_run(
     settings: Mapping[str, Any] | None = None,
     signer: Signer | None = None,
     to: str = "",
+    announce: Callable[[str], None] = lambda _: None,
 ) -> Fork:
     """Makes the fork ``name`` of a version, with some settings changed; in the bucket ``to``, if it
-    is given, with a copy of everything that it needs.
+    is given, with a copy of everything that it needs. ``announce`` gets a line before steps are
+    computed again, with the time that they take.
 
     Raises `InputError` if the version is not there, for a setting that cannot change, for a name
     that another fork has, and if the trainer's state cannot be computed; `CorruptError` if a needed
@@ -108,19 +113,25 @@ def fork_run(
     )
     there = _refuse_another(place, described)
     if not to:
-        return _make(parent, run, place, described, config, version, signer, held=name)
+        return _make(
+            parent, run, place, described, config, version, signer, held=name, announce=announce
+        )
     held = described.id
+    further = config.train.also_publish if config is not None else ()
     if there:
-        _release(parent, version, held)
+        _release(parent, version, held, further)
         return Fork(place.url, described, version, "copied" if config else "none")
     register_child(parent, run, described, version, place.url)
     try:
-        made = _make(parent, run, place, described, config, version, signer, held=held, copied=True)
+        made = _make(
+            parent, run, place, described, config, version, signer,
+            held=held, copied=True, announce=announce,
+        )  # fmt: skip
     except InputError:
-        _release(parent, version, held)
+        _release(parent, version, held, further)
         withdraw_child(parent, place, described)
         raise
-    _release(parent, version, held)
+    _release(parent, version, held, further)
     return made
 
 
@@ -135,8 +146,36 @@ def _make(
     *,
     held: str,
     copied: bool = False,
+    announce: Callable[[str], None] = lambda _: None,
 ) -> Fork:
     """Writes the fork; ``held`` names the tag and the mark that keep what it reads."""
+    _write_versions(parent, run, place, described, version, signer, held=held, copied=copied)
+    state = "none"
+    if config is not None:
+        from deltawire.launch.branches.fork_state import give_state
+
+        state = give_state(
+            parent, run, place, described, config, version,
+            fork=held, copied=copied, announce=announce,
+        )  # fmt: skip
+        for exporter in config.train.also_publish:
+            _fork_line(parent, place, described, config, exporter, version, held, copied=copied)
+    create_run(place, described, signer=signer)
+    return Fork(place.url, described, version, state)
+
+
+def _write_versions(
+    parent: Bucket,
+    run: Run,
+    place: Bucket,
+    described: Run,
+    version: int,
+    signer: Signer | None,
+    *,
+    held: str,
+    copied: bool,
+) -> None:
+    """Tags the version, and writes the manifests that it is read from."""
     add_tag(parent, run, version, keys.fork_tag(held), signer=signer)
     chain = chain_of(parent, run, version)
     if copied:
@@ -145,19 +184,42 @@ def _make(
         newest = one.version == version
         _write(place, _forked(one, run, described, newest=newest), signer)
     _write_floor(place, described, chain[0].version, signer)
-    state = "none"
-    if config is not None:
-        from deltawire.launch.branches.fork_state import give_state
-
-        state = give_state(parent, run, place, described, config, version, fork=held, copied=copied)
-    create_run(place, described, signer=signer)
-    return Fork(place.url, described, version, state)
 
 
-def _release(parent: Bucket, version: int, held: str) -> None:
+def _fork_line(
+    parent: Bucket,
+    place: Bucket,
+    fork: Run,
+    config: RunConfig,
+    exporter: str,
+    version: int,
+    held: str,
+    *,
+    copied: bool,
+) -> None:
+    """Forks a further precision of the run: its next version needs the scales of this one."""
+    upper = RetryingBucket.over(line_bucket(parent, exporter))
+    line = read_run(upper)
+    below = RetryingBucket.over(line_bucket(place, exporter, create=True))
+    own = publication_config(config, exporter)
+    described = msgspec.structs.replace(
+        line,
+        id=blake3(f"{fork.id} {exporter}".encode()).hexdigest()[:32],
+        name=own.name,
+        created_at=fork.created_at,
+        config=stored_settings(own),
+        needs=needs_of(own),
+        build=fork.build,
+    )
+    _write_versions(upper, line, below, described, version, None, held=held, copied=copied)
+    create_run(below, described)
+
+
+def _release(parent: Bucket, version: int, held: str, further: Sequence[str] = ()) -> None:
     """Lets the parent's retention go on: a fork in another bucket reads nothing of the parent."""
     parent.delete(keys.checkpoint_forked(version, held))
-    parent.delete(keys.tag(keys.fork_tag(held)))
+    for place in (parent, *(line_bucket(parent, one) for one in further)):
+        place.delete(keys.tag(keys.fork_tag(held)))
 
 
 def _config_of(parent: Bucket, run: Run, settings: Mapping[str, Any]) -> RunConfig | None:
@@ -176,10 +238,10 @@ def _config_of(parent: Bucket, run: Run, settings: Mapping[str, Any]) -> RunConf
     config = config_of(run, url=parent.url, role="trainer")
     status = known_trainer(parent)
     config = with_settings(config, status.settings if status else {}, source=parent.url)
-    if config.train.adapters or config.train.also_publish or config.line is not None:
+    if config.train.adapters or config.line is not None:
         raise InputError(
-            "a run of several adapters or precisions cannot be forked",
-            hint="fork a run of one line of versions",
+            "a run of several adapters cannot be forked",
+            hint="fork a run of one adapter",
             run=parent.url,
         )
     return with_settings(config, settings, source="--set")

@@ -4,7 +4,8 @@ The trainer's state before the step comes from a checkpoint, and from steps that
 From that state the step is made once with all groups, which must give the published bits, and once
 without each of them. The behavior at the weights with it, less that at the weights without it, is
 the group's effect. Effects of a step's groups do not add up to that of the step: advantages, the
-mean over tokens, clipping and the optimizer depend on all of them.
+mean over tokens, clipping and the optimizer depend on all of them. Where a run publishes quantized
+weights, effects are those on the trainer's own weights.
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ def group_effects(
     state: Resumed | None = None
     for version in sorted(versions):
         try:
+            if not metadata_at(bucket, run, version)[0].consumed:
+                raise InputError(
+                    "it was not made from groups; a further precision has those of its run"
+                )
             if state is None or state.version > version - 1:
                 policy = open_policy(
                     bucket, config, model.folder, adapter=config.train.adapter, seed=config.seed,

@@ -13,6 +13,7 @@ import msgspec
 
 from deltawire.errors import CorruptError, InputError
 from deltawire.launch.branches.envelopes import read_attestation
+from deltawire.launch.branches.line_statements import LineStatements, line_name, line_step
 from deltawire.launch.branches.statements import (
     STEP_TYPE,
     Commitments,
@@ -77,7 +78,7 @@ def check_proof(
         progress(done, len(every))
         statement = stated.get(version)
         if statement is not None:
-            known[version] = _stated_digests(statement, version)
+            known[version] = _stated_digests(statement, version_name(version))
         try:
             manifest = read_manifest(bucket, run, version)
             if manifest is None or manifest.pruned:
@@ -104,7 +105,47 @@ def check_proof(
             found.faults[version] = reason
         else:
             found.versions += 1
+    _check_lines(bucket, run, folder, public_key, known, found)
     return found
+
+
+def _check_lines(
+    bucket: Bucket,
+    run: Run,
+    folder: Path,
+    public_key: str,
+    known: dict[int, Digests],
+    found: ProofCheck,
+) -> None:
+    """Compares the statements of further precisions, which are made again for that. ``known`` are
+    the digests of the run's versions."""
+    lines = LineStatements(bucket, run)
+    stated = {
+        path.stem: read_attestation(path, public_key)
+        for path in sorted((folder / "statements").glob("line-*.json"))
+    }
+    mirror = None
+    for version in sorted(known) if lines.names else ():
+        try:
+            manifest = read_manifest(bucket, run, version)
+            if version not in found.faults and manifest is not None and not manifest.pruned:
+                mirror = load_mirror(bucket, run, at=version, into=mirror)
+                for made in lines.statements(mirror, known[version]):
+                    statement = stated.get(made.name)
+                    reason = "no statement says how it was made"
+                    if statement is not None:
+                        reason = _difference(made, statement, found)
+                    if reason:
+                        found.faults[version] = f"{made.name}: {reason}"
+                continue
+        except CorruptError as error:
+            found.faults[version] = error.message
+        mirror = None
+        for name in lines.names:
+            statement = stated.get(line_step(name, version))
+            if statement is not None:
+                digests = _stated_digests(statement, line_name(name, version))
+                lines.remember(name, version, digests)
 
 
 def _kind(statement: dict[str, Any]) -> object:
@@ -114,11 +155,11 @@ def _kind(statement: dict[str, Any]) -> object:
         return None
 
 
-def _stated_digests(statement: dict[str, Any], version: int) -> Digests:
+def _stated_digests(statement: dict[str, Any], name: str) -> Digests:
     """Returns the digests by which a statement names its version; empty if it does not."""
     try:
         (subject,) = statement["subject"]
-        named = subject["name"] == version_name(version)
+        named = subject["name"] == name
         return {str(key): str(one) for key, one in subject["digest"].items()} if named else {}
     except (KeyError, TypeError, ValueError, AttributeError):
         return {}

@@ -19,6 +19,7 @@ import msgspec
 from deltawire.builds import build_name
 from deltawire.errors import InputError
 from deltawire.launch.branches.envelopes import ProofFolder
+from deltawire.launch.branches.line_statements import LineStatements
 from deltawire.launch.branches.statements import (
     DERIVED_TYPE,
     Commitments,
@@ -31,28 +32,32 @@ from deltawire.launch.branches.statements import (
     version_name,
     version_statement,
 )
+from deltawire.runtime.lines import publication_bucket
 from deltawire.runtime.needs import config_of
 from deltawire.store import Bucket
-from deltawire.sync import Checkout, committed_versions, load_mirror, read_manifest
+from deltawire.sync import Checkout, committed_versions, load_mirror, read_manifest, read_run
 from deltawire.wire.run import Run
 from deltawire.wire.signing import Ed25519Signer
 
-MERGED, PULLED = "merge", "pull"
+MERGED, PULLED, EXPORTED = "merge", "pull", "export"
 
 
 class Proven(msgspec.Struct, kw_only=True):
     """The statements that were written: of ``versions`` versions, of which ``not_checkable`` name
-    groups that are gone, by version with the reason, and of ``derived`` models."""
+    groups that are gone, by version with the reason, and of ``derived`` models. ``lines`` counts
+    the versions of each further precision, which are made again of the run's."""
 
     versions: int = 0
     groups: int = 0
     not_checkable: dict[int, str] = {}
     derived: list[str] = []
+    lines: dict[str, int] = {}
 
 
 class Derived(msgspec.Struct, frozen=True):
-    """A directory that was derived from a version. ``kind`` is ``pull``, ``merge``, or a format of
-    `deltawire pack`, with the ``layers`` that were packed too."""
+    """A directory that was derived from a version. ``kind`` is ``pull``, ``merge``, ``export``, or
+    a format of `deltawire pack`. ``layers`` say more: the layers that were packed, the precision
+    that was pulled, or the version that an export is a delta to."""
 
     kind: str
     directory: Path
@@ -66,7 +71,8 @@ class Derived(msgspec.Struct, frozen=True):
         if not found or not kind or not directory:
             raise InputError(
                 f"--derived {text[:80]!r} is not KIND=DIR",
-                hint="KIND is pull, merge, or a format of deltawire pack, such as int8-row:o_proj",
+                hint="KIND is pull, pull:PRECISION, merge, export, export:BASE, or a format of "
+                "deltawire pack, such as int8-row:o_proj",
             )
         return cls(kind, Path(directory), tuple(filter(None, layers.split(","))))
 
@@ -103,7 +109,7 @@ def prove_run(
     out = ProofFolder(folder, signer)
     found, every = Proven(), list[Made]()
     known: dict[int, Digests] = {}
-    commitments, mirror = Commitments(bucket), None
+    commitments, lines, mirror = Commitments(bucket), LineStatements(bucket, run), None
     for done, manifest in enumerate(manifests):
         progress(done, len(manifests))
         mirror = load_mirror(bucket, run, at=manifest.version, into=mirror)
@@ -116,9 +122,12 @@ def prove_run(
             found.groups += made.parameters["groups"]
             if made.gone:
                 found.not_checkable[manifest.version] = made.gone
-        out.add(made)
-        every.append(made)
+        steps = [made, *lines.statements(mirror, known[manifest.version])]
+        for one in steps:
+            out.add(one)
+        every += steps
     progress(len(manifests), len(manifests))
+    found.lines = lines.counts
     for edge in edges:
         made = msgspec.structs.replace(
             edge, materials={version_name(version): known[version], **edge.materials}
@@ -171,6 +180,12 @@ def _made_again(bucket: Bucket, run: Run, version: int, one: Derived, scratch: P
         write_merged(bucket, run, config_of(run, url=bucket.url), version, scratch / "merged")
         return scratch / "merged"
     pulled = scratch / "pulled"
+    if one.kind == EXPORTED:
+        return _exported_again(bucket, run, version, one, pulled)
+    if one.kind == PULLED and one.layers:
+        (precision,) = one.layers
+        bucket = publication_bucket(bucket, precision)
+        run = read_run(bucket)
     with Checkout(bucket, run, pulled) as checkout:
         checkout.bring_to(version)
     if one.kind == PULLED:
@@ -179,6 +194,18 @@ def _made_again(bucket: Bucket, run: Run, version: int, one: Derived, scratch: P
 
     pack_directory(pulled, scratch / "packed", one.kind, layers=list(one.layers))
     return scratch / "packed"
+
+
+def _exported_again(bucket: Bucket, run: Run, version: int, one: Derived, folder: Path) -> Path:
+    from deltawire.export.snapshots import export_snapshot
+
+    base = one.layers[0] if one.layers else ""
+    if base and not base.isdigit():
+        raise InputError(
+            f"--derived export:{base[:40]} names no version", hint="such as export:119=DIR"
+        )
+    export_snapshot(bucket, run, version, folder, base=int(base) if base else None)
+    return folder
 
 
 def _files(folder: Path) -> dict[str, Digests]:

@@ -57,11 +57,12 @@ class VersionServer:
         self._run = model.run
         self._base = load_mirror(bucket, model.run, at=base)
         self._live = self._base.copy()
-        self._weights = LiveWeights(model.module, model.run.tensors, aliases=model.run.aliases)
+        module = model.serving()
+        self._weights = LiveWeights(module, model.run.tensors, aliases=model.run.aliases)
         self._weights.load(self._live)
         rollout = model.config.rollout
         self._engine = TransformersEngine(
-            model.module,
+            module,
             stop_tokens=sorted(model.stops),
             slots=rollout.slots,
             capacity=rollout.context,

@@ -17,6 +17,7 @@ from deltawire.engines.cache_size import available_bytes
 from deltawire.errors import InputError
 from deltawire.export.lines import open_policy
 from deltawire.export.models import fetch_model_files, load_tokenizer, stop_tokens
+from deltawire.export.quantized import serve_quantized
 from deltawire.export.source import is_lossy, open_source
 from deltawire.placement.device import resolve_device
 from deltawire.runtime.process import open_run
@@ -58,12 +59,18 @@ class VersionedModel:
         self._source = open_source(config.train.exporter, self.module)
         self._mirror: Mirror | None = None
         self.version: int | None = None
-        if is_lossy(self._source):
-            raise InputError(
-                f"the exporter {config.train.exporter} publishes quantized weights, which have no "
-                "gradient",
-                run=bucket.url,
-            )
+
+    @property
+    def is_rounded(self) -> bool:
+        """Returns whether versions are quantized: the weights here are the dequantized ones."""
+        return is_lossy(self._source)
+
+    def serving(self) -> Any:
+        """Returns a model that holds the published tensors themselves, weights unset: where they
+        are quantized, its layers are packed."""
+        if not self.is_rounded:
+            return self.module
+        return serve_quantized(self.module, self.config.train.exporter).eval()
 
     def move_to(self, version: int) -> None:
         """Puts a version's weights into the model, by deltas from an earlier one. Raises
@@ -95,7 +102,7 @@ class VersionedModel:
 @contextmanager
 def open_model_of(bucket: Bucket) -> Iterator[VersionedModel]:
     """Opens the model of a run, without weights until `VersionedModel.move_to`. Raises `InputError`
-    for a run without a trainer, or one that publishes quantized weights."""
+    for a run without a trainer."""
     run, config = open_run(bucket, role="trainer")
     with fetch_model_files(bucket, run) as folder:
         yield VersionedModel(bucket, run, config, Path(folder))

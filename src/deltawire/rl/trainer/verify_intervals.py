@@ -31,6 +31,7 @@ from deltawire.export.shards import local_part
 from deltawire.export.source import bits_of
 from deltawire.placement.device import resolve_device
 from deltawire.rl.control.lineages import erased_groups
+from deltawire.rl.trainer.derived_lines import DerivedLine
 from deltawire.rl.trainer.resume import Resumed, next_committed, recompute_step, resume
 from deltawire.rl.trainer.verify_training import doubts_of, refuse_midtraining, state_fault
 from deltawire.runtime.process import open_run
@@ -211,12 +212,15 @@ class _IntervalCheck:
         self._found = found
         self._state: Resumed | None = None
         self._mirror: Mirror | None = None
+        self._lines: list[DerivedLine] | None = None
 
     def interval(self, one: TrainingInterval, progress: Callable[[int], None]) -> None:
         """Computes one interval again, and adds what was found."""
         state = self._begin(one)
         if state is None:
             return
+        if one.origin == 0 and self._config.train.also_publish:
+            self._compare_bits(state, 0)
         while state.version < one.last:
             progress(state.version - one.origin)
             if not self._step(state, one.last):
@@ -309,6 +313,23 @@ class _IntervalCheck:
             self._fault(version, f"published weights of {odd[0][:100]} are other ones")
             return False
         self._mirror = mirror
+        return self._compare_lines(state, mirror)
+
+    def _compare_lines(self, state: Resumed, mirror: Mirror) -> bool:
+        """Makes the version of each further precision again. The newest may be missing, if the
+        trainer stopped before it was committed; `deltawire fsck` tells what else is missing."""
+        if self._lines is None:
+            names = self._config.train.also_publish
+            model = state.masters.model
+            self._lines = [DerivedLine(self._bucket, one, model) for one in names]
+        for line in self._lines:
+            if mirror.version not in line.versions:
+                continue
+            try:
+                line.require(mirror)
+            except CorruptError as error:
+                self._fault(mirror.version, f"line {line.exporter}: {error.message}")
+                return False
         return True
 
     def _compare_state(self, state: Resumed) -> None:

@@ -10,7 +10,13 @@ from benchmarks.branches.null_changes import null_trees
 from deltawire.cli.main import main
 from deltawire.errors import InputError
 from deltawire.events import Evaluated, encode_lines
-from deltawire.launch.branches.comparison import best_of, compare_scores, interval_of
+from deltawire.launch.branches.comparison import (
+    best_of,
+    compare_scores,
+    count_tries,
+    interval_of,
+)
+from deltawire.launch.branches.forking import fork_run
 from deltawire.store import open_bucket
 from deltawire.sync import read_run
 from deltawire.testing.tiny import start_publisher, weights
@@ -128,3 +134,33 @@ def test_versions_of_a_run_are_compared(run, capsys):
     assert "no evaluation by problem of version 7" in capsys.readouterr().err
     assert main(["compare", url, url, url, "--among", "1"]) == 2
     assert main(["compare", url, url, "--error", "0"]) == 2
+
+
+def test_all_forks_of_the_baseline_count_also_elsewhere(run, tmp_path, capsys):
+    """One that is not named now was looked at earlier, or may be."""
+    parent = read_run(run)
+    below = fork_run(run, parent, 0, "one")
+    copy = fork_run(run, parent, 0, "two", to=str(tmp_path / "elsewhere"))
+    rng = np.random.default_rng(4)
+    rates = rng.uniform(0.1, 0.5, 128)
+    for made, gain in ((below, 0.0), (copy, 0.4)):
+        events = [evaluated(answers(rng, rates + gain))]
+        open_bucket(made.url).put(keys.events("evaluator", 0), encode_lines(events))
+    assert main(["compare", f"{run.url}@0", copy.url, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["best"], found["among"]) == (copy.url, 2)
+    (verdict,) = found["verdicts"]
+    assert (verdict["verdict"], verdict["baseline_version"]) == ("better", 0)
+    assert main(["compare", f"{run.url}@0", copy.url, below.url, f"{run.url}@1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["verdict"] for one in found["verdicts"]] == ["better", "undecided", "better"]
+    assert found["among"] == 3
+    assert main(["compare", f"{run.url}@0", copy.url, "--among", "1"]) == 2
+    assert "the 2 that are named or are forks" in capsys.readouterr().err
+    # A fork that is the baseline is compared with its brothers, and with its parent.
+    assert main(["compare", below.url, copy.url, run.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["among"] == 2
+    third = fork_run(run, parent, 0, "three")
+    assert count_tries(open_bucket(below.url), [copy.url, run.url]) == 3
+    assert count_tries(open_bucket(below.url), [copy.url, third.url]) == 2
+    assert count_tries(open_bucket(copy.url), []) == 0

@@ -149,6 +149,39 @@ def test_a_quantized_directory_is_made_again(proven, tmp_path):
     )  # fmt: skip
     assert found.derived == ["int8-row-version-0000000003-packed"]
     verify(tmp_path / "proof")
+    assert_one_byte_is_refused(bucket, tmp_path, signer, f"int8-row:o_proj={tmp_path / 'packed'}")
+
+
+def assert_one_byte_is_refused(bucket, folder, signer, text):
+    derived = Derived.parse(text)
+    weights = max(derived.directory.rglob("*.safetensors"), key=lambda one: one.stat().st_size)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(InputError, match=f"{weights.name} differs"):
+        prove_run(bucket, read_run(bucket), 3, folder / "odd", signer, derived=[derived])
+    assert not (folder / "odd").exists()
+
+
+@pytest.mark.parametrize("base", [None, 1], ids=["whole", "delta"])
+def test_an_export_is_made_again(proven, tmp_path, base):
+    bucket, _, signer = proven
+    if base is not None:
+        pytest.importorskip("fireworks_delta_compression")
+    out, to = tmp_path / "exported", [] if base is None else ["--base", str(base)]
+    assert main(["export", f"{bucket.url}@3", str(out), *to]) == 0
+    text = f"export={out}" if base is None else f"export:{base}={out}"
+    found = prove_run(
+        bucket, read_run(bucket), 3, tmp_path / "proof", signer, derived=[Derived.parse(text)]
+    )
+    assert found.derived == ["export-version-0000000003-exported"]
+    verify(tmp_path / "proof")
+    assert_one_byte_is_refused(bucket, tmp_path, signer, text)
+    with pytest.raises(InputError, match="names no version"):
+        prove_run(
+            bucket, read_run(bucket), 3, tmp_path / "other", signer,
+            derived=[Derived("export", out, ("x",))],
+        )  # fmt: skip
 
 
 def test_statements_are_compared_with_the_bucket(copy, capsys):

@@ -1,0 +1,127 @@
+"""``fork_seconds`` and ``fork_kb``: forks of a run of a hundred versions of the real model's size.
+
+The model has random weights and the sizes of SmolLM2-135M: 30 layers of 576, a vocabulary of 49,152
+(146 million weights, because the built family has as many heads for keys as for queries). Each
+version changes one percent of the weights at random places, and names eight groups. The newest has
+a stored state of the trainer. The first fork of it, and two more, are made by ``fork_run``; the
+slowest, and the one that stores most, count. The details have what the fork would store with an
+unpacked commit, and the seconds and megabytes of a copy into another bucket.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.training.keys import Measured, Options
+from deltawire.config import BuildConfig, parse_config
+from deltawire.export.lines import open_policy
+from deltawire.export.models import save_model
+from deltawire.launch.branches.forking import fork_run
+from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.rl.trainer.resume import resume
+from deltawire.store import Bucket, open_bucket
+from deltawire.sync import load_mirror, read_manifest, read_run
+from deltawire.sync.publish.sources import continue_publisher
+from deltawire.train.build import build_model, byte_tokenizer
+from deltawire.train.checkpoint import MAX_COMMIT_BYTES, Commit, save_checkpoint
+from deltawire.wire import keys
+from deltawire.wire.ledger import CommitMetadata
+
+VERSIONS = 100
+FORKS = 3
+GROUPS = 8
+CHANGED = 0.01
+SIZES = BuildConfig(
+    hidden_size=576, layers=30, head_size=64, feed_forward_size=1536, vocabulary=49152, context=512
+)
+
+
+def build(folder: Path) -> Path:
+    """Writes the model, and returns its directory."""
+    save_model(build_model(SIZES, seed=0), byte_tokenizer(), folder / "model")
+    return folder / "model"
+
+
+def long_run(folder: Path, model: Path, seed: int, *, versions: int = VERSIONS) -> Bucket:
+    """Publishes versions of a model, and stores a trainer's state at the newest."""
+    raw = {"name": "long", "seed": seed, "model": {"path": str(model)}, "threads": 1}
+    config = parse_config(raw, source="long")
+    bucket = open_bucket(str(folder / "bucket"), create=True)
+    run = start_run(bucket, config, model)
+    rng = np.random.default_rng(seed)
+    mirror = load_mirror(bucket, run, at=0)
+    shapes = {spec.name: spec.shape for spec in run.tensors}
+    bits = {name: one.reshape(shapes[name]).copy() for name, one in mirror.tensors.items()}
+    with continue_publisher(bucket, anchor_every=config.train.anchor_every) as publisher:
+        for version in range(1, versions + 1):
+            for one in bits.values():
+                flat: Any = one.reshape(-1)
+                flat[rng.integers(flat.size, size=int(flat.size * CHANGED) + 1)] ^= 1
+            consumed = [("w0", version * GROUPS + place) for place in range(GROUPS)]
+            metadata = CommitMetadata(
+                step=version, consumed=consumed, hashes=[f"{one[1]:032x}" for one in consumed]
+            )
+            publisher.publish(bits, metadata=metadata.to_dict(), wait=True)
+    policy = open_policy(bucket, config, model, adapter=config.train.adapter)
+    state = resume(bucket, run, config, policy, newest=0)
+    manifest = read_manifest(bucket, run, versions)
+    assert manifest is not None
+    save_checkpoint(
+        bucket, state.masters.state(), state.ledger,
+        version=versions, digest=manifest.digest, run=run.id,
+    )  # fmt: skip
+    return bucket
+
+
+def stored_bytes(bucket: Bucket) -> int:
+    """Returns the bytes of a bucket's objects."""
+    return sum(one.bytes for one in bucket.list_objects(""))
+
+
+def fork_costs(bucket: Bucket, version: int, *, forks: int = FORKS) -> list[tuple[float, int]]:
+    """Makes forks below the run; returns the seconds and bytes of each."""
+    found = []
+    for number in range(forks):
+        start = time.perf_counter()
+        made = fork_run(bucket, read_run(bucket), version, f"fork-{number}")
+        seconds = time.perf_counter() - start
+        assert made.state == "shared"
+        found.append((seconds, stored_bytes(open_bucket(made.url))))
+    return found
+
+
+def unpacked_bytes(bucket: Bucket, version: int) -> int:
+    """Returns by how much more a fork would store with an unpacked commit."""
+    key = keys.checkpoint_commit(version)
+    data = bucket.get(key, limit=MAX_COMMIT_BYTES)
+    assert data is not None
+    commit = Commit.decode(data, run=bucket.url, key=key)
+    return len(commit.encode(packed=False)) - len(commit.encode(packed=True))
+
+
+def measure(options: Options) -> Measured:
+    """Publishes the run, and forks it."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        bucket = long_run(folder, build(folder), options.seed)
+        costs = fork_costs(bucket, VERSIONS)
+        largest = max(size for _, size in costs)
+        start = time.perf_counter()
+        fork_run(bucket, read_run(bucket), VERSIONS, "copy", to=str(folder / "elsewhere"))
+        copied = time.perf_counter() - start
+        details = {
+            "versions": VERSIONS,
+            "seconds": [round(seconds, 3) for seconds, _ in costs],
+            "kb_with_unpacked_commit": (largest + unpacked_bytes(bucket, VERSIONS)) / 1e3,
+            "copy_seconds": round(copied, 1),
+            "copy_mb": stored_bytes(open_bucket(str(folder / "elsewhere"))) / 1e6,
+        }
+    values = {"fork_seconds": max(one for one, _ in costs), "fork_kb": largest / 1e3}
+    return Measured(values, details)

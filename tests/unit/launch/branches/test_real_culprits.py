@@ -1,0 +1,20 @@
+"""Bad steps of real runs, found by a test that samples answers."""
+
+import numpy as np
+import pytest
+
+from benchmarks.branches.real_culprits import FAULTS, bisected, faulty_run
+
+DROP = 0.1
+"""The smallest drop of the pass rate that a bisection looks for."""
+
+
+@pytest.mark.drills
+@pytest.mark.parametrize("fault", [*FAULTS, None])
+def test_the_bad_step_of_a_real_run_is_found(tmp_path, fault):
+    run = faulty_run(tmp_path, fault, [*FAULTS, None].index(fault))
+    rates = np.array(run.rates)
+    if fault is not None:
+        before, after = rates[: run.culprit], rates[run.culprit :]
+        assert before.mean() - after.mean() > DROP, "the planted step spoils nothing"
+    assert bisected(run, tmp_path)["culprit"] == run.culprit
