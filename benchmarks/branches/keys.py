@@ -22,10 +22,10 @@ KEYS: Final[dict[str, Key]] = {
         "noisy_bisection", "<=", 0.05, "culprits named where there is none, worse of two worlds"
     ),
     "bisect_real_found": Key(
-        "real_culprits", ">=", 1, "bad steps of three real runs that a noisy test of answers finds"
+        "real_culprits", ">=", 1, "faults of three real runs that a noisy test of answers finds"
     ),
     "bisect_real_named_without": Key(
-        "real_culprits", "<=", 0, "culprits named in the same run without a bad step"
+        "real_culprits", "<=", 0, "culprits named in the same run without a fault"
     ),
     "compare_trees_kept": Key(
         "null_changes", "<=", 0.1, "share of trees of 100 null changes in which one is kept"

@@ -1,12 +1,14 @@
-"""``bisect_real_found``: three bad steps of real runs, each found by a test that passes by chance.
+"""``bisect_real_found``: three faults of real runs, each found by a test that passes by chance.
 
 A tiny model learns single-digit sums from right answers, not to the end. Then it is trained on its
-own answers: every step samples groups from the newest version, grades them, and publishes. One step
-is bad, in each run in another way (`FAULTS`). ``deltawire bisect --noisy --serve`` serves versions
-to a program that asks for one sum, drawn at random, and grades one sampled answer. The culprit
-counts as found if the bad step's version is named. The adversary is the same run without a bad
-step, in which no version may be named. The details have the pass rates as the models' own
-probabilities give them, the questions, and the seconds.
+own answers: every step samples groups from the newest version, grades them, and publishes. At one
+step something breaks, in each run something else (`FAULTS`). ``deltawire bisect --noisy --serve``
+serves versions to a program that asks for eight sums, drawn at random, and passes if six of the
+sampled answers are right.
+The culprit counts as found if the version named is that of the step, or one of the two after it:
+what goes on to be wrong lowers the pass rate over several versions. The adversary is the same run
+without a fault, in which no version may be named. The details have the pass rates as the models'
+own probabilities give them, the questions, and the seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ from deltawire.store import Bucket
 from deltawire.train.build import build_model, byte_tokenizer
 from deltawire.wire.rollouts import Group, Trajectory
 
-VERSIONS = 30
+VERSIONS = 24
+NEAR = 2
+"""Versions after the fault that may be named."""
 GROUPS = 8
 ANSWERS = 8
 SIZES = BuildConfig(hidden_size=32, layers=2, head_size=16, feed_forward_size=48, context=64)
@@ -46,33 +50,37 @@ LEARNING_RATE = 1e-4
 SPIKE: Final = {"train.optimizer.learning_rate": 1e-2}
 WARM_PASS_RATE = 0.85
 
-FAULTS: Final = {
-    "a rate spike": "the learning rate of one step is a hundred times that of the others",
-    "a reversed reward": "the grader rewards wrong answers in one step, at thirty times the rate",
-    "a damaged group": "one group's answers are replaced by one wrong digit, rewarded",
-}
+FAULTS: Final = {"a rate spike": 1e-4, "a reversed reward": 3e-3, "damaged groups": 3e-3}
+"""The learning rate of each run: that of one step is `SPIKE`; from one step on, the grader rewards
+wrong answers; or from one step on, the worker damages its groups, whose every second answer is one
+wrong digit, rewarded."""
 
 ASK: Final = """
 import json, os, random, sys, urllib.request
 
-a = random.randrange(10)
-b = random.randrange(10 - a)
-body = {"model": "m", "prompt": f"{a}+{b}=", "max_tokens": 1, "temperature": 1}
-request = urllib.request.Request(
-    os.environ["OPENAI_BASE_URL"] + "/completions",
-    json.dumps(body).encode(),
-    {
-        "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
-        "Content-Type": "application/json",
-    },
-)
-answer = json.load(urllib.request.urlopen(request, timeout=60))
-sys.exit(answer["choices"][0]["text"] != str(a + b))
+
+def is_right(a, b):
+    body = {"model": "m", "prompt": f"{a}+{b}=", "max_tokens": 1, "temperature": 1}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/completions",
+        json.dumps(body).encode(),
+        {
+            "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+            "Content-Type": "application/json",
+        },
+    )
+    answer = json.load(urllib.request.urlopen(request, timeout=60))
+    return answer["choices"][0]["text"] == str(a + b)
+
+
+firsts = [random.randrange(10) for _ in range(8)]
+right = sum(is_right(a, random.randrange(10 - a)) for a in firsts)
+sys.exit(right < 6)
 """
 
 
 class FaultyRun(NamedTuple):
-    """A run, the version of its bad step (None without one), and the pass rate at each version."""
+    """A run, the version of its fault (None without one), and the pass rate at each version."""
 
     bucket: Bucket
     culprit: int | None
@@ -88,7 +96,7 @@ def warm_model(folder: Path, seed: int) -> None:
     for _ in range(2000):
         logprobs = model(input_ids=prompts).logits[:, -1].log_softmax(-1)
         right = logprobs.gather(1, answers[:, None])
-        if float(right.exp().mean()) >= WARM_PASS_RATE:
+        if float(right.detach().exp().mean()) >= WARM_PASS_RATE:
             break
         optimizer.zero_grad()
         (-right.mean()).backward()
@@ -113,7 +121,7 @@ def pass_rate(module: Any) -> float:
 
 
 class _Sampling:
-    """Samples and grades the groups of each step; those of the bad one are spoiled."""
+    """Samples and grades the groups of each step, and spoils those of a fault."""
 
     def __init__(self, fault: str | None, culprit: int, seed: int) -> None:
         self._fault, self._culprit = fault, culprit
@@ -121,13 +129,13 @@ class _Sampling:
 
     def groups(self, step: int, state: Resumed) -> list[Group]:
         """Returns the groups of a step, drawn from the version before it."""
-        bad = step == self._culprit and self._fault
+        fault = self._fault if step >= self._culprit else None
         chosen = self._rng.choice(len(SUMS), GROUPS, replace=False)
         found = []
-        for place, number in enumerate(chosen):
+        for number in chosen:
             a, b = SUMS[number]
-            group = self._group(state, a, b, wrong=bad == "a reversed reward")
-            if bad == "a damaged group" and not place:
+            group = self._group(state, a, b, wrong=fault == "a reversed reward")
+            if fault == "damaged groups":
                 group = _damaged(group, a + b)
             found.append(group)
         return found
@@ -175,7 +183,7 @@ def _damaged(group: Group, right: int) -> Group:
 def faulty_run(
     folder: Path, fault: str | None, seed: int, *, versions: int = VERSIONS
 ) -> FaultyRun:
-    """Trains a run whose bad step is drawn by ``seed`` from the middle half."""
+    """Trains a run whose fault is at a step that ``seed`` draws from the middle half."""
     warm_model(folder, seed)
     culprit = int(np.random.default_rng(seed).integers(versions // 4, versions * 3 // 4))
     raw = {
@@ -189,7 +197,7 @@ def faulty_run(
             "groups_per_step": GROUPS,
             "max_staleness": 99,
             "checkpoint_every": 10,
-            "optimizer": {"learning_rate": LEARNING_RATE},
+            "optimizer": {"learning_rate": FAULTS.get(fault or "", LEARNING_RATE)},
         },
     }
     sampling = _Sampling(fault, culprit, seed)
@@ -220,6 +228,13 @@ def bisected(found: FaultyRun, folder: Path, *, error: float = 0.05) -> dict[str
     return answer
 
 
+def is_found(run: FaultyRun, named: int | None) -> bool:
+    """Returns whether the version that was named is that of the fault, or just after it."""
+    if run.culprit is None or named is None:
+        return run.culprit == named
+    return run.culprit <= named <= run.culprit + NEAR
+
+
 def measure(options: Options) -> Measured:
     """Trains the runs, and searches."""
     found, details = 0, {}
@@ -233,8 +248,8 @@ def measure(options: Options) -> Measured:
         if fault is None:
             named = answer["culprit"]
         else:
-            found += answer["culprit"] == run.culprit
-        details[fault or "no bad step"] = {
+            found += is_found(run, answer["culprit"])
+        details[fault or "no fault"] = {
             "planted": run.culprit,
             "named": answer["culprit"],
             "questions": answer["questions"],

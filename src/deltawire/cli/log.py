@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(safe_json(tree))  # noqa: T201
         else:
-            Console(highlight=False, soft_wrap=True).print(drawn(tree))
+            print("\n".join(drawn(tree)))  # noqa: T201
         return 0
     versions = list_versions(bucket, run, arguments.last)
     readers = list_readers(bucket)

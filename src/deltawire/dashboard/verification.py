@@ -43,6 +43,11 @@ def lines_of_check(found: TrainingCheck) -> Iterator[str]:
         f"{'' if whole else ', drawn at random'}: {found.versions} versions from {found.groups} "
         "groups"
     )
+    if found.began:
+        yield (
+            f"the run is a fork: the steps up to version {found.began} are its parent's, and were "
+            "not checked here"
+        )
     for fault in found.faults:
         yield f"version {fault.version} does not follow: {fault.reason}"
     for reason, versions in groupby(found.not_checkable.items(), key=lambda one: one[1]):

@@ -20,6 +20,9 @@ STEP_RECORD = "deltawire.step"
 member, so that more can be added.
 """
 
+FORK_RECORD = "deltawire.fork"
+"""The member of the metadata of a fork's first version that names its parent."""
+
 Sequence = Annotated[int, Meta(ge=0, le=10**10 - 1)]
 CLIENT_RECORD = "deltawire.client"
 """The member that marks a version as published by a training client; its step is not recorded."""

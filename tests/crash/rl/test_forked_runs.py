@@ -16,11 +16,12 @@ from deltawire.cli import forget
 from deltawire.cli.main import main
 from deltawire.config import run_config
 from deltawire.errors import CorruptError, DeltawireError, InputError
-from deltawire.launch.branches.fork_places import FORK_RECORD, forks_from
+from deltawire.launch.branches.fork_places import forks_from
 from deltawire.launch.branches.forking import Fork, fork_run
 from deltawire.launch.fork_erasure import forget_in_forks
 from deltawire.launch.live_users import Erasure
 from deltawire.rl.trainer.bootstrap import start_run
+from deltawire.rl.trainer.verify_intervals import verify_intervals
 from deltawire.store import open_bucket, retrying
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.sync import find_run, load_mirror, prune, read_manifest, read_run
@@ -30,6 +31,7 @@ from deltawire.testing.faulty import FaultyBucket
 from deltawire.train import checkpoint, checkpoint_folders
 from deltawire.train.checkpoint_folders import checkpoint_versions
 from deltawire.wire import keys
+from deltawire.wire.ledger import FORK_RECORD
 from deltawire.wire.lineage import Forgotten
 
 TRAIN = {
@@ -91,6 +93,10 @@ def test_a_fork_makes_the_bits_of_its_parent_from_the_later_groups(parent):
     }  # fmt: skip
     assert not check_run(fork, deep=True).faults
     assert main(["replay", made.url, "--from", "3"]) == 0
+    # The versions that it began with were trained in its parent.
+    check = verify_intervals(fork)
+    assert check.exact
+    assert [(one.origin, one.last) for one in check.checked] == [(VERSION, 4)]
 
 
 def test_other_settings_make_other_bits(parent, capsys):
@@ -357,7 +363,7 @@ def test_the_tree_is_drawn(parent, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "granted 0 to 4 · best @3"
     assert [line.strip("│├└─ ").split()[0] for line in lines[1:]] == ["2", "2", "4"]
-    assert lines[2].startswith("│   └── 2 ─▶ below 2 to 2")
+    assert lines[2].startswith("│   └── 2 ─▶ below to 2")
     assert f"{copy.url} (in another bucket)" in lines[3]
     assert main(["log", parent.url, "--graph", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)

@@ -12,10 +12,8 @@ from deltawire.launch.branches.fork_copy import KnownFork, children_from
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import committed_versions, find_run, read_manifest
 from deltawire.wire import keys
+from deltawire.wire.ledger import FORK_RECORD
 from deltawire.wire.payload import Index
-
-FORK_RECORD = "deltawire.fork"
-"""The member of the metadata of a fork's first version that names its parent."""
 
 
 class ForkRecord(msgspec.Struct, frozen=True, kw_only=True):

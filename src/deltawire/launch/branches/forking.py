@@ -41,7 +41,7 @@ from deltawire.launch.branches.fork_copy import (
     register_child,
     withdraw_child,
 )
-from deltawire.launch.branches.fork_places import FORK_RECORD, ForkRecord
+from deltawire.launch.branches.fork_places import ForkRecord
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.needs import config_of, needs_of
@@ -51,7 +51,7 @@ from deltawire.sync.chain.objects import create_run, read_compacted_delta
 from deltawire.sync.chain.tags import add_tag
 from deltawire.wire import keys
 from deltawire.wire.coordination import RetentionFloor
-from deltawire.wire.ledger import STEP_RECORD, CommitMetadata
+from deltawire.wire.ledger import FORK_RECORD, STEP_RECORD, CommitMetadata
 from deltawire.wire.manifest import Manifest, encode_manifest
 from deltawire.wire.payload import ZERO_SUM
 from deltawire.wire.run import Run

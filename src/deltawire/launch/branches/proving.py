@@ -123,8 +123,8 @@ def prove_run(
             if made.gone:
                 found.not_checkable[manifest.version] = made.gone
         steps = [made, *lines.statements(mirror, known[manifest.version])]
-        for one in steps:
-            out.add(one)
+        for step in steps:
+            out.add(step)
         every += steps
     progress(len(manifests), len(manifests))
     found.lines = lines.counts

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 
 import msgspec
-from rich.text import Text
-from rich.tree import Tree
 
 from deltawire.display import legible
 from deltawire.errors import DeltawireError
@@ -59,22 +58,31 @@ def tree_of(bucket: Bucket, *, began: int | None = None) -> RunNode:
     )
 
 
-def drawn(node: RunNode, tree: Tree | None = None) -> Tree:
-    """Returns the tree as a terminal shows it."""
-    words = [legible(node.name, 80)] if node.name else []
-    if tree is not None:
-        words.insert(0, f"{'?' if node.began is None else node.began} ─▶")
-    if node.elsewhere:
-        words.append(f"{legible(node.url, 400)} (in another bucket)")
-    elif node.newest is None:
-        words.append("has no version")
+def drawn(node: RunNode) -> Iterator[str]:
+    """Yields the lines that draw a tree."""
+    name, tags = legible(node.name, 80), _tags(node)
+    if node.newest is None:
+        yield f"{name} has no version{tags}".strip()
     else:
-        words.append(f"{node.first} to {node.newest}")
-    if node.tags:
-        shown = sorted(node.tags.items(), key=lambda one: (one[1], one[0]))
-        words.append("· " + ", ".join(f"{legible(name, 80)} @{at}" for name, at in shown))
-    label = Text(" ".join(words))
-    branch = Tree(label) if tree is None else tree.add(label)
-    for fork in node.forks:
-        drawn(fork, branch)
-    return branch
+        yield f"{name} {node.first} to {node.newest}{tags}"
+    yield from _branches(node, "")
+
+
+def _branches(node: RunNode, before: str) -> Iterator[str]:
+    for number, fork in enumerate(node.forks, 1):
+        last = number == len(node.forks)
+        began = "?" if fork.began is None else fork.began
+        if fork.elsewhere:
+            words = f"{legible(fork.url, 400)} (in another bucket)"
+        elif fork.newest is None:
+            words = f"{legible(fork.name or fork.url, 400)} is not finished"
+        else:
+            words = f"{legible(fork.name or fork.url, 400)} to {fork.newest}{_tags(fork)}"
+        yield f"{before}{'└──' if last else '├──'} {began} ─▶ {words}"
+        yield from _branches(fork, before + ("    " if last else "│   "))
+
+
+def _tags(node: RunNode) -> str:
+    shown = sorted(node.tags.items(), key=lambda one: (one[1], one[0]))
+    tags = ", ".join(f"{legible(name, 80)} @{at}" for name, at in shown)
+    return f" · {tags}" if tags else ""

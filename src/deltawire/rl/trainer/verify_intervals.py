@@ -48,7 +48,7 @@ from deltawire.train.checkpoint import load_checkpoint
 from deltawire.train.checkpoint_folders import checkpoint_versions, kept_intervals
 from deltawire.train.checkpoint_storage import bytes_of
 from deltawire.wire import keys
-from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.ledger import FORK_RECORD, STEP_RECORD, CommitMetadata
 from deltawire.wire.run import Run
 
 
@@ -72,7 +72,8 @@ class Fault:
 class TrainingCheck:
     """The result: of ``intervals``, those in ``checked`` were computed again whole; ``versions``
     versions were, with ``groups`` groups. ``not_checkable`` are versions whose inputs are gone,
-    each with the reason; ``doubts`` say before the first step why exactness cannot be expected."""
+    each with the reason; ``doubts`` say before the first step why exactness cannot be expected.
+    ``began`` is the version that a fork began with, which its parent's steps made."""
 
     intervals: int
     drawn: list[TrainingInterval]
@@ -82,6 +83,7 @@ class TrainingCheck:
     faults: list[Fault] = field(default_factory=list)
     not_checkable: dict[int, str] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
+    began: int = 0
 
     @property
     def exact(self) -> bool:
@@ -99,7 +101,8 @@ def escape_probability(share: float, draws: int) -> float:
 def intervals_of(bucket: Bucket, run: Run) -> list[TrainingInterval]:
     """Returns the intervals between version 0, the stored states and the newest version.
 
-    Without version 0 the first begins at the oldest state. Raises `InputError` if the run has
+    Without version 0 the first begins at the oldest state; in a fork, whose earlier versions were
+    trained in its parent, at the version that it began with. Raises `InputError` if the run has
     trained no version, or nothing is left to begin with.
     """
     head = newest_readable(bucket, run)
@@ -107,9 +110,10 @@ def intervals_of(bucket: Bucket, run: Run) -> list[TrainingInterval]:
         raise InputError("the run has trained no version", run=bucket.url)
     start = read_manifest(bucket, run, 0)
     ends = {0} if start is not None and not start.pruned else set()
-    committed = set(committed_versions(bucket))
+    committed = committed_versions(bucket)
+    first = _forked_from(bucket, run)
     ends |= {one for one in checkpoint_versions(bucket) if one in committed}
-    ends = {one for one in ends if one < head.version} | {head.version}
+    ends = {one for one in ends if first <= one < head.version} | {head.version}
     ordered = sorted(ends)
     if len(ordered) < 2:
         raise InputError(
@@ -118,6 +122,20 @@ def intervals_of(bucket: Bucket, run: Run) -> list[TrainingInterval]:
             run=bucket.url,
         )
     return [TrainingInterval(*pair) for pair in itertools.pairwise(ordered)]
+
+
+def _forked_from(bucket: Bucket, run: Run) -> int:
+    """Returns the version that a fork began with, 0 for any other run. Versions before it say
+    nothing of a step."""
+    for version in committed_versions(bucket):
+        with suppress(CorruptError):
+            manifest = read_manifest(bucket, run, version)
+            metadata = {} if manifest is None else manifest.metadata
+            if FORK_RECORD in metadata:
+                return version
+            if STEP_RECORD in metadata:
+                break
+    return 0
 
 
 def draw(intervals: Sequence[TrainingInterval], count: int | None) -> list[TrainingInterval]:
@@ -146,7 +164,7 @@ def verify_intervals(
     run, config = open_run(bucket, role="trainer")
     refuse_midtraining(bucket, config)
     found_all = intervals_of(bucket, run)
-    found = TrainingCheck(len(found_all), [])
+    found = TrainingCheck(len(found_all), [], began=_forked_from(bucket, run))
     drawn = found.drawn = found_all
     if spot is not None:
         gone = {one: reason for one in found_all if (reason := _why_gone(bucket, run, one))}
