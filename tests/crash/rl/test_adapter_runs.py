@@ -208,6 +208,7 @@ def test_dropout_is_refused_by_name():
         parse_config(raw, source="s")
 
 
+@pytest.mark.drills
 def test_the_tools_over_versions_work_on_an_adapter(started, tmp_path, capsys):
     """show, diff, why, bisect and fork read a base and an adapter as they read a whole model."""
     digests = train(started)
@@ -252,6 +253,7 @@ def test_the_tools_over_versions_work_on_an_adapter(started, tmp_path, capsys):
         assert load_mirror(fork, made.run).digest.hex() == digests[version]
 
 
+@pytest.mark.drills
 def test_a_merged_directory_is_a_derived_edge_that_in_toto_accepts(started, tmp_path, monkeypatch):
     """The merge is made again: a directory with one other byte is refused."""
     program = pytest.importorskip("in_toto.in_toto_verify").main
