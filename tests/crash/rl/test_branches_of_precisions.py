@@ -129,7 +129,7 @@ def test_a_fork_makes_its_parents_bits(trained, tmp_path, version, state, elsewh
 
 
 def accepted(folder, monkeypatch):
-    """Whether in-toto's own program accepts the layout and its links."""
+    """Returns if in-toto's own program accepts the layout and its links."""
     program = pytest.importorskip("in_toto.in_toto_verify").main
     links = ["--layout", str(folder / "links/root.layout"), "--link-dir", str(folder / "links")]
     monkeypatch.setattr(

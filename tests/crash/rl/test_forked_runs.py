@@ -381,7 +381,7 @@ def test_a_long_computation_is_announced(parent, capsys):
 
 
 def test_an_erasure_reaches_forks_in_the_bucket(parent):
-    """What a fork's own gateways stored under the same pseudonyms is deleted there too."""
+    """Rows that a fork's own gateways stored under the same pseudonyms are deleted there too."""
     made = fork_run(parent, read_run(parent), VERSION, "one")
     fork = open_bucket(made.url)
     put_rows(fork, 0, [answer(n, user=BOB if n < 3 else CAROL) for n in range(1, 5)], [])
