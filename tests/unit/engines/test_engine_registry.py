@@ -1,11 +1,13 @@
 """Engines by name, and that a new one needs a folder and a line."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
 
 from deltawire.config import parse_config
+from deltawire.engines import sglang
 from deltawire.engines.base import Sampling
 from deltawire.engines.registry import ENGINES, check_engine
 from deltawire.errors import InputError
@@ -69,3 +71,9 @@ def test_a_worker_serves_and_follows_with_any_engine_of_the_registry(
     assert served.live.attest() == publisher.digest
     assert bits_of(source).keys() == {spec.name for spec in run.tensors}
     asyncio.run(served.close())
+
+
+def test_an_engine_that_follows_a_run_is_a_small_folder():
+    """Code that several engines need lies above their folders."""
+    folder = Path(sglang.__file__).parent
+    assert sum(len(file.read_text().splitlines()) for file in folder.glob("*.py")) <= 600

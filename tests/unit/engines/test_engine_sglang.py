@@ -16,12 +16,12 @@ import torch
 from deltawire.engines.base import Sampling, Truncation
 from deltawire.engines.following import http_calls as engine_calls
 from deltawire.engines.following.http_calls import Refusing
-from deltawire.engines.following.parameter_sums import changes_after_loading
-from deltawire.engines.following.refusals import refuse_changed
+from deltawire.engines.following.parameter_sums import changes_after_loading, observed
+from deltawire.engines.following.refusals import refuse_changed, refuse_untested
 from deltawire.engines.following.replicated_controller import Command
 from deltawire.engines.following.settings import from_environment
 from deltawire.engines.registry import check_tensors
-from deltawire.engines.sglang import FOLLOW, hooks, http_calls, plugin, postprocess_check, refusals
+from deltawire.engines.sglang import FOLLOW, hooks, http_calls, plugin, refusals
 from deltawire.engines.sglang.in_flight import DONE, InFlight
 from deltawire.engines.sglang.sampler import SglangSampler
 from deltawire.errors import CorruptError, InputError, ResyncError
@@ -105,14 +105,17 @@ ARGUMENTS = {"pp_size": 1, "dp_size": 1, "speculative_algorithm": None}
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"weight_cache_mode": "daemon"}, "--weight-cache-mode"),
+        ({"cpu_offload_gb": 2}, "--cpu-offload-gb"),
     ],
 )
 def test_arguments_that_were_not_tested_are_refused_by_name(
     changed: dict[str, Any], flag: str
 ) -> None:
-    refusals.refuse_arguments(SimpleNamespace(**ARGUMENTS))
-    with pytest.raises(InputError, match=flag):
-        refusals.refuse_arguments(SimpleNamespace(**ARGUMENTS | changed))
+    refuse_untested("SGLang", SimpleNamespace(**ARGUMENTS), refusals.TESTED)
+    with pytest.raises(InputError, match=rf"SGLang's {flag}(?![\w-])"):
+        refuse_untested("SGLang", SimpleNamespace(**ARGUMENTS | changed), refusals.TESTED)
 
 
 def test_weights_that_change_after_loading_are_noticed() -> None:
@@ -122,10 +125,10 @@ def test_weights_that_change_after_loading_are_noticed() -> None:
     def exchange(model: torch.nn.Module) -> None:
         model.weight.data = model.weight.data[[1, 0, 2, 3]]
 
-    postprocess_check.around_postprocess(exchange, model)
+    observed(exchange, model)
     assert "weight" in (changes_after_loading(model) or {})
-    postprocess_check.after_random_weights(None, model)
-    postprocess_check.after_random_load(model)
+    hooks.after_random_weights(None, model)
+    hooks.after_random_load(model)
     assert changes_after_loading(model) == {}
     with pytest.raises(InputError, match="was not observed"):
         refuse_changed(None, engine="SGLang", hint="")
@@ -208,8 +211,6 @@ def test_a_drained_swap_waits_for_sequences_and_starts_none() -> None:
     assert in_flight.draining
     one.ended = True
     assert in_flight.ready()
-    in_flight.resume()
-    assert not in_flight.draining
 
 
 def test_a_prompt_in_chunks_goes_on_alone_while_a_swap_waits(

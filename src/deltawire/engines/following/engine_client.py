@@ -70,7 +70,7 @@ class _Attestations(msgspec.Struct):
     results: Annotated[list[_Attested], Meta(min_length=1, max_length=1)]
 
 
-class _UnixConnection(http.client.HTTPConnection):
+class UnixConnection(http.client.HTTPConnection):
     """HTTP over a Unix socket."""
 
     def __init__(self, path: str) -> None:
@@ -78,6 +78,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
+        """Connects to the socket."""
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
@@ -107,7 +108,7 @@ class EngineClient:
         return self._call("deltawire_attest", _Attestations).results[0]
 
     def _call(self, method: str, kind: type[T], *arguments: str) -> T:
-        connection = _UnixConnection(self.path)
+        connection = UnixConnection(self.path)
         body = json.dumps({"method": method, "args": arguments})
         try:
             headers = {"Content-Type": "application/json"}

@@ -8,8 +8,8 @@ before and after that step, and `refusals` refuses a model whose weights changed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,6 +81,15 @@ def since_loading(model: torch.nn.Module) -> tuple[list[str], bool]:
     several = [name for name, held in now.items() if torch.Size(held.shape).numel() > 1]
     untouched = [name for name in several if now[name] == loaded.get(name)]
     return untouched, len(untouched) < len(several)
+
+
+def observed(
+    original: Callable[..., None], model: torch.nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    """Calls ``original``, which prepares ``model`` for its kernels, and records what it changes."""
+    before = parameter_sums(model)
+    original(model, *args, **kwargs)
+    record_changes(model, before)
 
 
 def changes_after_loading(model: torch.nn.Module) -> dict[str, str] | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 
 from deltawire.errors import InputError
 from deltawire.placement.placement import Placement
+from deltawire.wire.run import TensorSpec
 
 
 def refuse_older(engine: str, found: str, least: str, *, because: str) -> None:
@@ -29,6 +31,42 @@ def refuse_flags(engine: str, flags: Mapping[str, bool]) -> None:
             raise InputError(
                 f"deltawire does not follow a run under {engine}'s {flag}",
                 hint=f"serve without {flag}",
+            )
+
+
+def refuse_untested(engine: str, arguments: Any, tested: Mapping[str, Any]) -> None:
+    """Raises `InputError` for the first of a server's ``arguments`` that has another value than
+    the ``tested`` one. An argument that this version of the engine lacks is left out."""
+    refuse_flags(
+        engine,
+        {
+            f"--{name.replace('_', '-')}": getattr(arguments, name, value) != value
+            for name, value in tested.items()
+        },
+    )
+
+
+def refuse_adapters(engine: str, tensors: Iterable[TensorSpec]) -> None:
+    """Raises `InputError` for the first tensor of an adapter, where ``engine``'s slots are not
+    written to."""
+    for spec in tensors:
+        if ".lora_" in spec.name:
+            raise InputError(
+                f"the run holds an adapter ({spec.name}), which deltawire does not put into "
+                f"{engine}'s slots",
+                hint="serve the adapter with vLLM or the embedded engine",
+            )
+
+
+def refuse_derived(engine: str, model: torch.nn.Module, names: Collection[str]) -> None:
+    """Raises `InputError` if a module has a tensor of ``names``, which ``engine`` derives from
+    weights after loading, outside of parameters: no swap would reach it."""
+    for name, module in model.named_modules():
+        if any(getattr(module, derived, None) is not None for derived in names):
+            raise InputError(
+                f"{engine} derived weights of latent attention from others in {name}, as copies "
+                "that deltawire does not update",
+                hint="serve this model with vLLM",
             )
 
 

@@ -13,17 +13,22 @@ reaches all ranks before the same step. They exchange their answers there, and s
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from typing import Any
 
 import msgspec
+import torch
 
 from deltawire.engines.following.rank_group import RankGroup
+from deltawire.engines.following.rank_reports import report_rank
 from deltawire.engines.following.rank_weights import RankWeights
 from deltawire.engines.following.settings import FollowSettings
 from deltawire.engines.following.swap_controller import SwapController
 from deltawire.engines.following.version_watcher import VersionWatcher
+from deltawire.engines.registry import check_tensors
 from deltawire.errors import DeltawireError
+from deltawire.placement.placement import Placement
 from deltawire.store import Bucket
 
 
@@ -52,23 +57,30 @@ class _Newest:
 
 
 class ReplicatedController(SwapController):
-    """Follows a run on this rank, ``peers.number``; all ranks construct it together.
+    """Follows a run on this rank, ``peers.number``, whose part of the weights ``model`` holds; all
+    ranks construct it together.
 
     The newest version is loaded and attested when it returns. Raises the errors of opening the run.
     An engine's own class prepares what its methods need before this is called.
     """
 
-    def __init__(self, settings: FollowSettings, peers: RankGroup) -> None:
+    def __init__(self, settings: FollowSettings, peers: RankGroup, model: torch.nn.Module) -> None:
         super().__init__(settings)
         self.peers = peers
+        self._model = model
         self.last_attested: dict[str, Any] = {}
         self._rank: RankWeights | None = None
         self._newest = _Newest(self)
         self.open(settings)
 
+    @staticmethod
     @abstractmethod
-    def open_rank(self, settings: FollowSettings) -> RankWeights:
-        """Opens the weights of this rank."""
+    def refuse(model: torch.nn.Module, placement: Placement) -> None:
+        """Raises `InputError` if the engine could serve weights that are not the run's."""
+
+    def warn(self, text: str) -> None:
+        """See `SwapController.warn`."""
+        logging.getLogger(f"{self.ENGINE}.deltawire").warning("%s", text)
 
     def commands(self) -> list[Command]:
         """On rank 0: what to add to the requests of this pass."""
@@ -101,7 +113,7 @@ class ReplicatedController(SwapController):
 
     def _do(self, method: str, *args: Any) -> dict[str, Any]:
         if method == "open":
-            self._rank = self.open_rank(*args)
+            self._rank = self._open_rank(*args)
             return self._rank.status()
         assert self._rank is not None
         if method == "prepare":
@@ -109,6 +121,17 @@ class ReplicatedController(SwapController):
             return self._rank.status()
         answer: dict[str, Any] = getattr(self._rank, method)(*args)
         return answer
+
+    def _open_rank(self, settings: FollowSettings) -> RankWeights:
+        rank = RankWeights(
+            self._model,
+            settings,
+            self.peers,
+            refuse=lambda placement: self.refuse(self._model, placement),
+            open_slot=lambda _, run: check_tensors(self.ENGINE, run.tensors),
+        )
+        report_rank(self._model, rank, self.ENGINE)
+        return rank
 
     def follow(self, settings: FollowSettings) -> None:
         """See `SwapController.follow`: rank 0 polls for all."""

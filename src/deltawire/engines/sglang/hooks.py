@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from deltawire.engines.following.http_calls import ATTEST, REFUSAL, WANT
+from deltawire.engines.following.parameter_sums import observed, parameter_sums, record_changes
 from deltawire.engines.following.replicated_controller import Command
 from deltawire.engines.following.settings import from_environment
-from deltawire.engines.sglang import FOLLOW, http_calls, postprocess_check
+from deltawire.engines.sglang import FOLLOW, http_calls
 from deltawire.engines.sglang.in_flight import DONE
 from deltawire.engines.sglang.rank_controller import RankController
 from deltawire.engines.sglang.refusals import refuse_version
@@ -38,6 +39,9 @@ REFUSED = {
 READS = frozenset({"checksum", "snapshot", "compare"})
 """The actions of ``check_weights`` that write none."""
 
+_BEFORE = "_deltawire_before"
+"""The attribute of a model that holds its sums before post-processing."""
+
 _held: list[RankController] = []
 """The controller of this process, once its scheduler has one."""
 
@@ -58,15 +62,9 @@ def install() -> None:
         f"{SCHEDULER}.set_internal_state": (around_order, HookType.AROUND),
         f"{STATE}.get_internal_state": (after_state, HookType.AFTER),
         f"{MANAGERS}.schedule_batch.Req.init_next_round_input": (before_match, HookType.BEFORE),
-        f"{LOADER}.DefaultModelLoader.postprocess_weights": (
-            postprocess_check.around_postprocess, HookType.AROUND,
-        ),
-        f"{LOADER}.initialize_dummy_weights": (
-            postprocess_check.after_random_weights, HookType.AFTER,
-        ),
-        f"{LOADER}.DummyModelLoader.load_model": (
-            postprocess_check.after_random_load, HookType.AFTER,
-        ),
+        f"{LOADER}.DefaultModelLoader.postprocess_weights": (observed, HookType.AROUND),
+        f"{LOADER}.initialize_dummy_weights": (after_random_weights, HookType.AFTER),
+        f"{LOADER}.DummyModelLoader.load_model": (after_random_load, HookType.AFTER),
         **{
             f"{UPDATER}.{name}": (_refusing(answer), HookType.AROUND)
             for name, answer in REFUSED.items()
@@ -160,10 +158,18 @@ def around_order(original: Callable[..., Any], scheduler: Any, request: Any) -> 
 def after_state(result: Any, *_args: Any) -> None:
     """Adds the status to what SGLang reports of itself."""
     if _held:
-        result.internal_state[http_calls.MEMBER] = {
-            **_held[0].status(),
-            "attested": _held[0].last_attested,
-        }
+        status = {**_held[0].status(), "attested": _held[0].last_attested}
+        result.internal_state[http_calls.MEMBER] = status
+
+
+def after_random_weights(_result: None, model: Any, *_args: Any) -> None:
+    """Sums the weights that a server starts with that loads no checkpoint."""
+    model.__dict__[_BEFORE] = parameter_sums(model)
+
+
+def after_random_load(model: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Records how such weights were changed for kernels."""
+    record_changes(model, model.__dict__.pop(_BEFORE))
 
 
 def _refusing(answer: str) -> Callable[..., Any]:

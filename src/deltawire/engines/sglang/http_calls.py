@@ -39,8 +39,7 @@ class SglangCalls(EngineCalls):
 
     async def status(self) -> dict[str, Any]:
         """See `EngineCalls.status`."""
-        answers = await _manager().get_internal_state()
-        status: dict[str, Any] = answers[0][MEMBER]
+        status: dict[str, Any] = (await _manager().get_internal_state())[0][MEMBER]
         _manager()._update_weight_version_if_provided(str(status["version"]))  # For /model_info.
         return status
 

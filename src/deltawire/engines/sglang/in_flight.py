@@ -32,10 +32,6 @@ class InFlight:
         self._process_results()
         return True
 
-    def resume(self) -> None:
-        """Lets new sequences start."""
-        self.draining = False
-
     def relabel(self, version: str, epoch: str) -> None:
         """Labels what is drawn from here on with ``version``, whose weights ``epoch`` names."""
         self._epoch = epoch

@@ -7,7 +7,7 @@ from functools import partial
 
 from deltawire.engines.base import EngineRequest, OpenEngine
 from deltawire.engines.following.environment import engine_python
-from deltawire.errors import InputError
+from deltawire.engines.following.refusals import refuse_adapters
 from deltawire.wire.run import TensorSpec
 
 
@@ -18,13 +18,7 @@ def check_machine() -> None:
 
 def check_tensors(tensors: Iterable[TensorSpec]) -> None:
     """Raises `InputError` for the first tensor of an adapter: SGLang's slots are not written to."""
-    for spec in tensors:
-        if ".lora_" in spec.name:
-            raise InputError(
-                f"the run holds an adapter ({spec.name}), which deltawire does not put into "
-                "SGLang's slots",
-                hint="serve the adapter with vLLM or the embedded engine",
-            )
+    refuse_adapters("SGLang", tensors)
 
 
 def open_engine(request: EngineRequest) -> OpenEngine:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from deltawire.engines.following.parameter_sums import changes_after_loading
 from deltawire.engines.following.refusals import (
     refuse_changed,
-    refuse_flags,
+    refuse_derived,
     refuse_older,
     refuse_unreached,
 )
-from deltawire.errors import InputError
 from deltawire.placement.placement import Placement
 
 LEAST = "0.5.21"
@@ -22,12 +19,17 @@ LEAST = "0.5.21"
 ABSORBED = ("w_kc", "w_vc")
 """Tensors that latent attention derives from ``kv_b_proj`` after loading, outside of parameters."""
 
-
 TESTED = {
-    "pp_size": 1, "dp_size": 1, "enable_eplb": False, "disaggregation_mode": "null",
-    "speculative_algorithm": None, "enable_hierarchical_cache": False, "tokenizer_worker_num": 1,
+    "pp_size": 1, "dp_size": 1, "enable_dp_attention": False, "moe_dp_size": 1, "dwdp_size": 1,
+    "attn_cp_size": 1, "dcp_size": 1, "enable_eplb": False, "ep_num_redundant_experts": 0,
+    "init_expert_location": "trivial", "elastic_ep_backend": None, "enable_paged_experts": False,
+    "disaggregation_mode": "null", "enable_pdmux": False, "speculative_algorithm": None,
+    "dllm_algorithm": None, "enable_hierarchical_cache": False, "enable_hisparse": False,
+    "tokenizer_worker_num": 1, "cpu_offload_gb": 0, "offload_group_size": -1,
+    "weight_cache_mode": "off",
 }  # fmt: skip
-"""The values of arguments with which swaps were tested."""
+"""The values of arguments with which swaps were tested. Others hold weights twice, move, share or
+offload them, or leave the loop in which ranks agree."""
 
 
 def refuse_version(found: str) -> None:
@@ -36,25 +38,8 @@ def refuse_version(found: str) -> None:
     refuse_older("SGLang", found, LEAST, because=because)
 
 
-def refuse_arguments(server_args: Any) -> None:
-    """Raises `InputError` for settings under which a swap was not tested."""
-    refuse_flags(
-        "SGLang",
-        {
-            f"--{name.replace('_', '-')}": getattr(server_args, name, tested) != tested
-            for name, tested in TESTED.items()
-        },
-    )
-
-
 def refuse(model: torch.nn.Module, placement: Placement) -> None:
     """Raises `InputError` if SGLang could serve weights that are not the run's."""
     refuse_changed(changes_after_loading(model), engine="SGLang", hint="serve unquantized")
-    for name, module in model.named_modules():
-        if any(getattr(module, derived, None) is not None for derived in ABSORBED):
-            raise InputError(
-                f"SGLang derived weights of latent attention from others in {name}, as copies that "
-                "deltawire does not update",
-                hint="serve this model with vLLM",
-            )
+    refuse_derived("SGLang", model, ABSORBED)
     refuse_unreached(placement, model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deltawire.engines.following.parameter_sums import parameter_sums, record_changes
+from deltawire.engines.following.parameter_sums import observed
 from deltawire.engines.vllm.settings import in_use_here
 
 
@@ -24,11 +24,9 @@ def install() -> None:
 def _recording(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if not in_use_here():
+        if in_use_here():
+            observed(original, model, *args, **kwargs)
+        else:
             original(model, *args, **kwargs)
-            return
-        before = parameter_sums(model)
-        original(model, *args, **kwargs)
-        record_changes(model, before)
 
     return process_weights_after_loading
