@@ -1,6 +1,8 @@
 """Through a store that takes time: requests overlap, and no cost grows with what is old."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -190,3 +192,32 @@ def test_the_newest_anchor_is_found_in_few_rounds(monkeypatch, near, local):
     )
     if not local:
         assert bucket.most_at_once > 1
+
+
+class _StampedBucket(SimulatedBucket):
+    """Also notes when each request began, by verb and folder."""
+
+    def __init__(self, inner, **options):
+        self.began = []
+        super().__init__(inner, **options)
+
+    def _call(self, verb, key, operation):
+        self.began.append((time.monotonic(), verb, key.partition("/")[2].partition("/")[0]))
+        return super()._call(verb, key, operation)
+
+
+def test_what_a_commit_checks_afterwards_is_asked_together():
+    """The run's description, the floors and retention's announcements, then the blobs: a store
+    that refuses some requests makes a commit late by two of them, not by five."""
+    bucket = _StampedBucket(open_bucket("memory://"), latency_s=0.1)
+    tensors = {f"{n:02d}": np.arange(256, dtype=np.uint16) for n in range(4)}
+    publisher = open_publisher(bucket, tensors, anchor_every=0, compaction_strides=())
+    publisher.publish({name: bits ^ np.uint16(1) for name, bits in tensors.items()}, wait=True)
+    bucket.began.clear()
+    publisher.publish(tensors, wait=True)
+    publisher.close()
+    created = next(at for at, verb, _ in bucket.began if verb == "create")
+    after = sorted(at - created for at, verb, _ in bucket.began if at > created)
+    assert len(after) >= 5
+    waves = 1 + sum(later - one > 0.05 for one, later in pairwise(after))
+    assert waves == 2

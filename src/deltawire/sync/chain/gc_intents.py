@@ -45,7 +45,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from deltawire.errors import CorruptError, RetryError, UnreadableError
-from deltawire.store import Bucket, ObjectMeta, RetryingBucket, RetryPolicy
+from deltawire.store import Bucket, ObjectMeta, RetryingBucket, RetryPolicy, in_parallel
 from deltawire.sync.chain.evidence import Absent, Sound, evidence_of, require_evidence
 from deltawire.sync.chain.objects import check_signed, missing_blobs
 from deltawire.wire import keys
@@ -184,7 +184,7 @@ def blobs_stay(
     if not blobs:
         return True
     # Listed twice: an intent that one short listing left out would take a blob after the check.
-    listings = (bucket.list_objects(keys.DELETION_INTENTS) for _ in range(2))
+    listings = in_parallel(bucket, bucket.list_objects, [keys.DELETION_INTENTS] * 2)
     for entry in {entry.key: entry for listing in listings for entry in listing}.values():
         if blobs.keys() & _named_by(bucket, run, entry, unsigned=unsigned):
             _wait_for(bucket, entry)

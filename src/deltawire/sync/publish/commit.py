@@ -12,7 +12,7 @@ failed version is encoded again from what readers hold.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,13 @@ import msgspec
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, FencedError, InputError, RetryError
-from deltawire.store import Bucket, ObjectMeta, WriterBucket, check_create_if_absent
+from deltawire.store import (
+    Bucket,
+    ObjectMeta,
+    WriterBucket,
+    check_create_if_absent,
+    in_parallel,
+)
 from deltawire.store.traffic import count
 from deltawire.sync.chain.evidence import read_again, require_evidence
 from deltawire.sync.chain.objects import (
@@ -453,15 +459,31 @@ class VersionWriter:
             )
         self._run_object = found
 
-    def confirm(self, manifest: Manifest, encoded: Encoded) -> None:
-        """Checks after the commit that retention deleted neither the version nor its blobs.
+    def confirm(self, manifest: Manifest, encoded: Encoded, *, leader: bool = True) -> None:
+        """Checks after the commit that the bucket describes the run (by the ``leader``), and that
+        retention deleted neither the version nor its blobs.
 
-        Raises `FencedError` if the version was closed; missing blobs are uploaded again.
+        None of the reads waits for another's answer: a store that refuses some of them would make a
+        commit late by the sum of all. Raises `InputError` for another run (see `check_run`),
+        `FencedError` if the version was closed; missing blobs are uploaded again.
         """
-        if newest_retention_floor(self.bucket, self.run) > manifest.version:
-            raise self.fence(manifest.version, "retention has closed this version meanwhile")
         if manifest.anchor is not None:
             count("anchors")
+        checks: list[Callable[[], None]] = [
+            partial(self._check_open, manifest),
+            partial(self._keep, manifest, encoded),
+        ]
+        if leader:
+            checks.insert(0, self.check_run)
+        in_parallel(self.bucket, _call, checks)
+
+    def _check_open(self, manifest: Manifest) -> None:
+        """Raises `FencedError` if retention has closed a version."""
+        if newest_retention_floor(self.bucket, self.run) > manifest.version:
+            raise self.fence(manifest.version, "retention has closed this version meanwhile")
+
+    def _keep(self, manifest: Manifest, encoded: Encoded) -> None:
+        """Ensures that the blobs of a version that was just committed stay."""
 
         def again() -> None:
             if self._encode(whole=False).delta != encoded.delta:
@@ -528,6 +550,10 @@ class VersionWriter:
                 run=self.bucket.url,
                 version=self.baseline.version,
             )
+
+
+def _call(check: Callable[[], None]) -> None:
+    check()
 
 
 def create_manifest(writer: VersionWriter, manifest: Manifest, data: bytes) -> Manifest:

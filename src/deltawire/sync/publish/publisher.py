@@ -319,7 +319,6 @@ class Publisher:
             found = self._writer.find(attempt.manifest.version)
             if found is not None:
                 self._check_mine(found, attempt.manifest)
-                self._writer.check_run()
                 self._writer.confirm(attempt.manifest, attempt.encoded)
         except FencedError as error:
             self._fenced = error
@@ -457,7 +456,6 @@ class Publisher:
                 self._unanswered = None  # Another object has the name, so this one was not stored.
             raise
         self._check_mine(created, manifest)
-        self._writer.check_run()
         self._writer.confirm(manifest, encoded)
         self._advance(attempt, encoded_at - started, time.perf_counter() - encoded_at)
 

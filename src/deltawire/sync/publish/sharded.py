@@ -401,10 +401,9 @@ class ShardPublisher:
             changed = sum(part.changed for part in parts)
             manifest, data = self._writer.merge(parts, nonce=self._session, metadata=metadata)
             manifest = self._check_mine(create_manifest(self._writer, manifest, data))
-            self._writer.check_run()
         else:
             manifest = self._await_manifest(version, store)
-        self._writer.confirm(manifest, encoded)
+        self._writer.confirm(manifest, encoded, leader=self.rank == LEADER)
         self._writer.advance(manifest, encoded)
         step.committed = True
         self._anchors.consider(manifest, encoded.sums)
