@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,15 +119,24 @@ def _execute(
     launcher: Launcher | None,
     deadline: Deadline | None,
 ) -> Summary | None:
-    """Runs the job within its limits, and tells --notify of a failure or a limit."""
+    """Runs the job within its limits, and tells --notify of a failure, a stall or a limit."""
     from deltawire.errors import DeltawireError
     from deltawire.launch.run_limits import notify
     from deltawire.launch.session import execute
 
     plain = arguments.plain or not console.is_terminal
     event = reason = ""
+
+    def tell(event: str, reason: str) -> None:
+        fault = notify(arguments.notify, event=event, run=job.bucket.url, reason=reason)
+        if fault:
+            console.print(f"warning: {fault}", soft_wrap=True, markup=False, emoji=False)
+
     try:
-        summary = execute(job, console, plain=plain, launcher=launcher, deadline=deadline)
+        summary = execute(
+            job, console, plain=plain, launcher=launcher, deadline=deadline,
+            on_stall=partial(tell, "stalled"),
+        )  # fmt: skip
         if summary is None and deadline is not None and deadline.reached:
             event, reason = "limit", "the limit of hours or dollars is reached"
             console.print(reason)
@@ -134,10 +144,8 @@ def _execute(
         event, reason = "failed", str(error)
         raise
     finally:
-        if event and (
-            fault := notify(arguments.notify, event=event, run=job.bucket.url, reason=reason)
-        ):
-            console.print(f"warning: {fault}", soft_wrap=True, markup=False, emoji=False)
+        if event:
+            tell(event, reason)
     return summary
 
 

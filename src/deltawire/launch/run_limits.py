@@ -1,4 +1,5 @@
-"""Limits of a session of ``deltawire run`` in hours and dollars, and the command that is told."""
+"""Limits of a session of ``deltawire run`` in hours and dollars, and the command that is told of
+them, of failures and of stalls."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import os
 import shlex
 import subprocess
 import threading
+import time
+from collections.abc import Callable
 
 from deltawire.errors import InputError
 
@@ -45,6 +48,41 @@ class Deadline:
         """Ends the timer."""
         if self._timer is not None:
             self._timer.cancel()
+
+
+class StallAlarm:
+    """Tells once of each time in which no version was committed for ``limit_s``.
+
+    ``tell`` gets the reason, in a thread: the command that it runs may take a minute.
+
+    Example::
+
+        alarm = StallAlarm(1800.0, lambda reason: print(reason))
+        alarm.observe(version)
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        tell: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit_s, self._tell, self._clock = limit_s, tell, clock
+        self._version: int | None = None
+        self._since = clock()
+        self._told = False
+
+    def observe(self, version: int | None) -> None:
+        """Notes the newest version, None before the first."""
+        now = self._clock()
+        if version != self._version:
+            self._version, self._since, self._told = version, now, False
+        elif not self._told and now - self._since >= self._limit_s:
+            self._told = True
+            held = "no version was committed" if version is None else f"no version after {version}"
+            reason = f"{held} for {self._limit_s:.0f} s (faults.long_s)"
+            threading.Thread(target=self._tell, args=(reason,), daemon=True).start()
 
 
 def deadline_of(

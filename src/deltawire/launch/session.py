@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -29,7 +29,7 @@ from deltawire.dashboard.summary import Summary
 from deltawire.errors import InputError
 from deltawire.launch.checks import check_start
 from deltawire.launch.role_keys import RunKeys
-from deltawire.launch.run_limits import Deadline
+from deltawire.launch.run_limits import Deadline, StallAlarm
 from deltawire.launch.status_writer import StatusWriter
 from deltawire.launch.watching import Watcher, summary_of
 from deltawire.private_files import open_private
@@ -198,9 +198,11 @@ def execute(
     plain: bool,
     launcher: Launcher | None = None,
     deadline: Deadline | None = None,
+    on_stall: Callable[[str], None] = lambda _: None,
 ) -> Summary | None:
     """Runs a job to its end and writes its report; None if it was interrupted. ``launcher`` decides
-    where its processes run, by default on this machine.
+    where its processes run, by default on this machine. ``on_stall`` is told in a thread if no
+    version is committed for ``faults.long_s``.
 
     On the first SIGINT or SIGTERM, and at the ``deadline``, the processes store what must be kept
     and end; the second signal kills them.
@@ -229,7 +231,8 @@ def execute(
         status_writer.start()
         if deadline is not None:
             deadline.start(stop)
-        verdicts = _stages(job, supervisor, watcher, stop)
+        stalls = StallAlarm(job.config.faults.long_s, on_stall)
+        verdicts = _stages(job, supervisor, watcher, stop, stalls)
     finally:
         if deadline is not None:
             deadline.cancel()
@@ -253,7 +256,7 @@ def execute(
 
 
 def _stages(
-    job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int]
+    job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int], stalls: StallAlarm
 ) -> list[Attestation] | None:
     supervisor.start()
     existing = find_run(job.bucket)
@@ -270,6 +273,7 @@ def _stages(
     _start_all(job, supervisor, watcher, stop)
     while not supervisor.check():
         watcher.tick()
+        stalls.observe(watcher.state.version)
         if stop:
             return None
     status = last_status(job.bucket)

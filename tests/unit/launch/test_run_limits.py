@@ -12,7 +12,7 @@ from deltawire.cli import run
 from deltawire.cli.main import main
 from deltawire.errors import InputError, RetryError
 from deltawire.launch import session
-from deltawire.launch.run_limits import Deadline, deadline_of, notify
+from deltawire.launch.run_limits import Deadline, StallAlarm, deadline_of, notify
 
 TELL = (
     "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text('|'.join("
@@ -62,6 +62,35 @@ def test_nobody_is_told_of_a_signal_or_an_end(monkeypatch, tmp_path):
         found = executed(monkeypatch, lambda *_, s=summary, **__: s, telling(told), Deadline(1e6))
         assert found == summary
     assert not told.exists()
+
+
+def test_each_stall_is_told_once():
+    now, told, heard = [0.0], [], threading.Semaphore(0)
+
+    def tell(reason):
+        told.append(reason)
+        heard.release()
+
+    alarm = StallAlarm(100.0, tell, clock=lambda: now[0])
+    for at, version in ((0, None), (90, 0), (180, 0), (189, 0), (190, 0), (400, 0), (401, 1)):
+        now[0] = float(at)
+        alarm.observe(version)
+    assert heard.acquire(timeout=60)
+    now[0] = 501.0
+    alarm.observe(1)
+    assert heard.acquire(timeout=60)
+    assert told == [f"no version after {n} for 100 s (faults.long_s)" for n in (0, 1)]
+
+
+def test_a_stall_is_told_while_the_run_goes_on(monkeypatch, tmp_path):
+    told = tmp_path / "told"
+
+    def execute(*_, on_stall, **__):
+        on_stall("no version after 7")
+        assert told.read_text() == "stalled|memory://run|no version after 7"
+        return "summary"
+
+    assert executed(monkeypatch, execute, telling(told), None) == "summary"
 
 
 def test_the_earlier_limit_counts():
