@@ -83,6 +83,12 @@ KEYS: Final[dict[str, Key]] = {
     "storm_commit_delay_s": Key(
         "storm_run", "<=", 2, "seconds that the storm adds to commits on the same store, most"
     ),
+    "run_dollars_error": Key(
+        "run_costs", "<=", 0.10, "error of the planned dollars of a whole run, counted by its store"
+    ),
+    "run_item_error": Key(
+        "run_costs", "<=", 0.10, "largest error of an item that is 3 % of them or more"
+    ),
     "simulation_error": Key(
         "planned", "<=", 0.15, "median error of the simulated time to the last reader"
     ),

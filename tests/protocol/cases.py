@@ -339,7 +339,7 @@ BROKEN = [
     ),
     Broken(
         "ranks that do not look for their blobs", _deleted, Bounds(), "was deleted",
-        (_patch(commit.VersionWriter, "confirm", lambda *_: None),),
+        (_patch(commit.VersionWriter, "confirm", lambda *_, **__: None),),
     ),
     Broken(
         "a leader that takes one answer for the truth", ranks, Bounds(1), "nobody else wrote",

@@ -120,12 +120,20 @@ class S3Server:
         if answer.status != 200:
             raise InputError(f"cannot make the bucket {name}: {answer.status} {answer.reason}")
 
-    def open(self, location: str, *, endpoint: str | None = None, **options: Any) -> Bucket:
-        """`open_bucket` on this server, or on a proxy of it at ``endpoint``."""
+    def open(
+        self,
+        location: str,
+        *,
+        endpoint: str | None = None,
+        access_key_id: str = _KEY,
+        **options: Any,
+    ) -> Bucket:
+        """`open_bucket` on this server, or on a proxy of it at ``endpoint``. `attempts` tells
+        clients apart by their ``access_key_id``."""
         return open_bucket(
             location,
             endpoint=endpoint or self.endpoint,
-            access_key_id=_KEY,
+            access_key_id=access_key_id,
             secret_access_key=_KEY,
             region="us-east-1",
             **options,
@@ -151,7 +159,7 @@ class S3Server:
         )
 
     def attempts(self) -> list[Attempts]:
-        """Returns the requests since `throttle`, by verb, run and kind of key."""
+        """Returns the requests since `throttle`, by verb, run, kind of key and access key."""
         return msgspec.json.decode(self._ask(None), type=list[Attempts])
 
     def _ask(self, limits: Limits | None) -> bytes:
@@ -222,13 +230,19 @@ def _serve_moto(listening: socket.socket, throttle: Throttle) -> None:
             return []
         environ["wsgi.input"] = io.BytesIO(body)
         method = environ["REQUEST_METHOD"]
-        refused = throttle.refuses(method, environ["PATH_INFO"], environ.get("QUERY_STRING", ""))
+        query, authorization = (
+            environ.get(name, "") for name in ("QUERY_STRING", "HTTP_AUTHORIZATION")
+        )
+        line = method, environ["PATH_INFO"], query, authorization
+        refused = throttle.refuses(*line)
         time.sleep(_latency_s(throttle))
         if refused:
             start_response("503 Slow Down", _refusal_headers(throttle))
             return [] if method == "HEAD" else [SLOW_DOWN]
         with one_at_a_time:
-            return list(inner(environ, start_response))
+            answer = list(inner(environ, start_response))
+        throttle.moved(*line, received=length, sent=sum(map(len, answer)))
+        return answer
 
     make_server(
         "127.0.0.1",
@@ -252,11 +266,16 @@ def _serve_ministack(listening: socket.socket, throttle: Throttle) -> None:
     async def requests_only(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             query = scope["query_string"].decode("latin-1")
-            refused = throttle.refuses(scope["method"], scope["path"], query)
+            authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+            line = scope["method"], scope["path"], query, authorization
+            refused = throttle.refuses(*line)
             await asyncio.sleep(_latency_s(throttle))
             if refused:
                 await _refuse(throttle, scope["method"], receive, send)
                 return
+            counted = _Counted(throttle, line)
+            await app(scope, counted.receive(receive), counted.send(send))
+            return
         if scope["type"] != "lifespan":
             await app(scope, receive, send)
             return
@@ -272,6 +291,36 @@ def _serve_ministack(listening: socket.socket, throttle: Throttle) -> None:
     config.keep_alive_timeout = 75.0
     served: Any = requests_only
     asyncio.run(serve(served, config))
+
+
+class _Counted:
+    """Counts the bytes of one request's body and of its answer's, before the client gets them:
+    its next question may be how many they were."""
+
+    def __init__(self, throttle: Throttle, line: tuple[str, str, str, str]) -> None:
+        self._throttle, self._line = throttle, line
+
+    def receive(self, inner: Receive) -> Receive:
+        """Returns what passes parts of the request on."""
+
+        async def receive() -> Scope:
+            event = await inner()
+            self._count(received=len(event.get("body", b"")))
+            return event
+
+        return receive
+
+    def send(self, inner: Send) -> Send:
+        """Returns what passes parts of the answer on."""
+
+        async def send(event: Scope) -> None:
+            self._count(sent=len(event.get("body", b"")))
+            await inner(event)
+
+        return send
+
+    def _count(self, *, received: int = 0, sent: int = 0) -> None:
+        self._throttle.moved(*self._line, received=received, sent=sent)
 
 
 async def _refuse(throttle: Throttle, method: str, receive: Receive, send: Send) -> None:

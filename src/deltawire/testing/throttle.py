@@ -40,13 +40,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 class Attempts(msgspec.Struct, kw_only=True):
     """Requests of one kind: ``verb`` is GET, HEAD, LIST, PUT or DELETE, ``run`` the part of the key
-    before the run's own keys, ``kind`` a folder such as ``weights/blobs`` or an object's name."""
+    before the run's own keys, ``kind`` a folder such as ``weights/blobs`` or an object's name.
+    ``client`` is the access key that signed them, ``received`` and ``sent`` are the bytes of their
+    bodies and of the answers'."""
 
     verb: str
     run: str
     kind: str
+    client: str = ""
     made: int = 0
     refused: int = 0
+    received: int = 0
+    sent: int = 0
 
 
 class Throttle:
@@ -77,20 +82,33 @@ class Throttle:
             }
             self._left = dict(self._most)
             self._filled_at = dict.fromkeys((False, True), self._clock())
-            self._counted: dict[tuple[str, str, str], Attempts] = {}
+            self._counted: dict[tuple[str, str, str, str], Attempts] = {}
 
-    def refuses(self, method: str, path: str, query: str) -> bool:
+    def refuses(self, method: str, path: str, query: str, authorization: str = "") -> bool:
         """Counts a request and returns whether it is refused."""
-        verb, run, kind = kind_of(method, path, query)
-        writes = verb in ("PUT", "POST", "DELETE")
         with self._lock:
-            counted = self._counted.setdefault(
-                (verb, run, kind), Attempts(verb=verb, run=run, kind=kind)
-            )
+            counted = self._entry(method, path, query, authorization)
             counted.made += 1
-            refused = not self._take(writes=writes)
+            refused = not self._take(writes=counted.verb in ("PUT", "POST", "DELETE"))
             counted.refused += refused
             return refused
+
+    def moved(
+        self, method: str, path: str, query: str, authorization: str, *, received: int, sent: int
+    ) -> None:
+        """Counts the bytes of a request's body and of its answer's."""
+        with self._lock:
+            counted = self._entry(method, path, query, authorization)
+            counted.received += received
+            counted.sent += sent
+
+    def _entry(self, method: str, path: str, query: str, authorization: str) -> Attempts:
+        verb, run, kind = kind_of(method, path, query)
+        _, _, credential = authorization.partition("Credential=")
+        client = credential.partition("/")[0]
+        return self._counted.setdefault(
+            (verb, run, kind, client), Attempts(verb=verb, run=run, kind=kind, client=client)
+        )
 
     def attempts(self) -> list[Attempts]:
         """Returns the requests since the limits began."""

@@ -93,6 +93,23 @@ def test_a_server_refuses_and_counts(server):
     assert bucket.get("weights/blobs/ab", limit=1) == b"1"
 
 
+def test_a_server_counts_bytes_and_tells_clients_apart(server):
+    sizes = {"reader": 3000, "writer": 5000}
+    for client, size in sizes.items():
+        server.open("s3://throttled/run", access_key_id=client).put(
+            f"rollouts/{client}", bytes(size)
+        )
+    server.throttle()
+    bucket = server.open("s3://throttled/run", access_key_id="reader")
+    assert [len(bucket.get(f"rollouts/{name}", limit=9000)) for name in sizes] == [3000, 5000]
+    server.open("s3://throttled/run", access_key_id="writer").put("rollouts/writer", bytes(700))
+    found = {one.client: (one.verb, one.made, one.received, one.sent) for one in server.attempts()}
+    assert found.keys() == sizes.keys()
+    assert found["reader"] == ("GET", 2, 0, 8000)
+    assert found["writer"][:2] == ("PUT", 1)
+    assert 700 <= found["writer"][2] < 900, "the client may send it in chunks with signatures"
+
+
 def test_retry_after_does_not_reach_us(server):
     """docs/STORES.md says that the store's library hides the header. When this fails, heed it."""
     server.throttle(reads_per_s=0.001, retry_after_s=77)

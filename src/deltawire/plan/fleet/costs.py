@@ -23,10 +23,15 @@ from deltawire.plan.fleet.request import PlanRequest, RegionSection
 from deltawire.plan.fleet.stores import StoreKind
 from deltawire.plan.fleet.transfer import Amounts, HopTimeline, Readers
 from deltawire.plan.run_memory import TOKEN_BYTES
+from deltawire.rl.control.credits import REWRITE_S
+from deltawire.rl.control.worker_guard import MOST_LISTED, POLL_EVERY_S
+from deltawire.runtime.event_archive import COMPACT_EVERY_S
+from deltawire.runtime.event_archive import EVERY_S as ARCHIVE_EVERY_S
 from deltawire.runtime.fleet import MOST_READ
 from deltawire.runtime.fleet import POLL_S as FLEET_POLL_S
 from deltawire.runtime.heartbeat import HEARTBEAT_S
 from deltawire.store import REQUESTS
+from deltawire.store.bucket import MULTIPART_BYTES, PART_BYTES
 from deltawire.sync.chain.version_poller import LIST_EVERY_POLLS, LONGEST_PAUSE, PATIENCE_SHARE
 from deltawire.sync.publish.encoding import BLOB_BYTES
 
@@ -39,6 +44,23 @@ STATE_BYTES = 12
 """Bytes of a trainer's state for each parameter: a master and Adam's moments, in float32."""
 EVENTS_S = 1.0
 """A process stores its events so often."""
+STEP_SEGMENTS = 2
+"""Segments of a trainer for each step, besides those of its waits."""
+ARCHIVE_READS = 2
+"""Each segment that is archived is read until two answers agree."""
+DECISIONS_S = 2.0
+"""A trainer that waits looks so often for decisions about live versions."""
+ROUNDS = 20
+"""Of an iteration: the length of a trainer's turn depends on how many there are."""
+STATE_OBJECT_BYTES = 256 << 20
+"""Bytes of an object of a trainer's state, `deltawire.train.checkpoint_storage.PART_BYTES`."""
+STATE_LISTINGS = 11
+"""Listings after a state is stored: what is old, and what marks keep, each listed twice."""
+CHECK_LISTINGS = 3
+"""Listings after a commit: retention's floors, and its announcements of deletions, twice. A relay
+makes the last two."""
+VERSION_READS = 3
+"""Reads of a version besides its blobs: its manifest, and those of the poll that finds it."""
 SEGMENT_BYTES = 300.0
 """Bytes of a segment of events, measured."""
 HEARTBEAT_BYTES = 700.0
@@ -123,17 +145,19 @@ class Bill:
         reads: float = 0.0,
         writes: float = 0.0,
         kept_bytes: float = 0.0,
+        stored_bytes: float = 0.0,
         read_bytes: float = 0.0,
         crossing_bytes: float = 0.0,
     ) -> None:
-        """Adds an item; raises `InputError` for a price that is needed and missing."""
+        """Adds an item; raises `InputError` for a price that is needed and missing. Of what
+        ``stored_bytes`` are for, as much is deleted as is written."""
         dollars = 0.0
         for amount, scale, price in (
             (reads, 1e6, "get_per_million"),
             (writes, 1e6, "put_per_million"),
             (read_bytes, 1e9, "same_region_gb"),
             (crossing_bytes, 1e9, "other_region_gb"),
-            (kept_bytes * self.kept_days / 30, 1e9, "gb_month"),
+            ((kept_bytes * self.kept_days + stored_bytes) / 30, 1e9, "gb_month"),
         ):
             if amount:
                 dollars += amount / scale * store.price(price)
@@ -177,6 +201,7 @@ def bill_of(request: PlanRequest, day: Day) -> Bill:
     """
     bill = Bill(request.kept_days, [])
     _add_trainer(bill, request, day)
+    _add_evaluators(bill, request, day)
     for region in request.regions:
         _add_region(bill, request, region, day)
         _add_workers(bill, request, region, day)
@@ -200,8 +225,12 @@ def unsettled_groups(request: PlanRequest) -> float:
 
 
 def engines_of(request: PlanRequest) -> int:
-    """Returns the engines of all regions, each of which is one worker."""
-    return sum(region.accelerators // region.tensor_parallel for region in request.regions)
+    """Returns the engines of all regions that make rollouts, each of which is one worker."""
+    return sum(map(_workers_of, request.regions))
+
+
+def _workers_of(region: RegionSection) -> int:
+    return region.accelerators // region.tensor_parallel if region.rollouts else 0
 
 
 def status_bytes(request: PlanRequest) -> float:
@@ -218,34 +247,135 @@ def _add_trainer(bill: Bill, request: PlanRequest, day: Day) -> None:
     # Of two requests of a rank in the commit, one writes its part and one reads it.
     parts = ranks if ranks > 1 else 0
     puts = hops["put"].requests + hops["commit"].requests - parts
+    # It is announced, and every rank checks its blobs afterwards, and that retention spares them.
+    puts += 1 + ranks * CHECK_LISTINGS
     bill.add(
-        "deltas", "", store, reads=parts * versions, writes=puts * versions,
+        "deltas", "", store, reads=(parts + amounts.blobs + 1) * versions, writes=puts * versions,
         kept_bytes=(amounts.delta_bytes + amounts.manifest_bytes) * versions,
     )  # fmt: skip
     _add_anchors(bill, request, "", store, day)
-    workers, get_s = engines_of(request), store.get_ms / 1e3
-    beats = DAY_S / (HEARTBEAT_S + get_s + store.put_ms / 1e3)
-    bill.add("heartbeats", "", store, reads=beats, writes=beats)
-    bill.add(
-        "events", "", store, writes=_segments(store), kept_bytes=_segments(store) * SEGMENT_BYTES
-    )
-    # A trainer's turn: heartbeats once a second, and the next group of every worker.
-    heartbeats_s = (1 + math.ceil(min(workers, MOST_READ) / REQUESTS)) * get_s
-    turn_s = TRAINER_WAIT_S + math.ceil(workers / REQUESTS) * get_s + store.put_ms / 1e3
-    turn_s += heartbeats_s * min(1.0, turn_s / FLEET_POLL_S)
-    turns = DAY_S / turn_s
-    looks = min(turns, DAY_S / (FLEET_POLL_S + heartbeats_s))
+    _add_beats(bill, store, "heartbeats", "", 1)
+    turns = _Turns.of(request, day)
+    idle = min(turns.count - versions, turns.waiting_s / max(EVENTS_S, store.put_ms / 1e3))
+    segments = idle + STEP_SEGMENTS * versions
+    bill.add("events", "", store, writes=segments, kept_bytes=segments * SEGMENT_BYTES)
+    workers = engines_of(request)
+    known = workers + 1 + request.trainer.evaluators
+    groups = request.rollouts.batch / request.rollouts.group_size * versions
     bill.add(
         "trainer's polls", "", store,
-        reads=turns * workers + looks * min(workers, MOST_READ),
-        writes=looks * math.ceil(workers / PAGE),
+        reads=(turns.count - versions) * workers + groups + turns.looks * min(known, MOST_READ)
+        + min(turns.count, turns.waiting_s / DECISIONS_S),
+        writes=turns.looks * math.ceil(known / PAGE)
+        + min(workers * DAY_S / POLL_EVERY_S, turns.count * MOST_LISTED),
     )  # fmt: skip
-    groups = request.rollouts.batch / request.rollouts.group_size * versions
-    bill.add("trainer.json", "", store, writes=min(turns, groups + versions))
+    bill.add("trainer.json", "", store, writes=turns.writes)
+    _add_checkpoints(bill, request, day)
+    _add_archive(bill, store, workers + 1 + request.trainer.evaluators)
 
 
-def _segments(store: StoreKind) -> float:
-    return DAY_S / (EVENTS_S + store.put_ms / 1e3)
+@dataclass(frozen=True)
+class _Turns:
+    """The polls of a trainer in a day: it looks for groups while it has too few for a step, for
+    ``waiting_s``, and once for each step. ``looks`` also read heartbeats, and ``writes`` replace
+    ``trainer.json``."""
+
+    count: float
+    waiting_s: float
+    looks: float
+    writes: float
+
+    @classmethod
+    def of(cls, request: PlanRequest, day: Day) -> _Turns:
+        store, workers = request.store(request.trainer.store), engines_of(request)
+        get_s, put_s = store.get_ms / 1e3, store.put_ms / 1e3
+        known = min(workers + 1 + request.trainer.evaluators, MOST_READ)
+        look_s = (1 + math.ceil(known / REQUESTS)) * get_s
+        groups = request.rollouts.batch / request.rollouts.group_size * day.versions
+        waiting_s = max(0.0, DAY_S - day.versions * request.trainer.step_s)
+        count = writes = day.versions
+        for _ in range(ROUNDS):
+            # It is written if a group came, and else every few seconds.
+            wrote = max(1 - math.exp(-groups / count), min(1.0, DAY_S / REWRITE_S / count))
+            # A round asks each worker for its next group; those that had one are asked again.
+            rounds = 1 + groups / count / workers
+            turn_s = TRAINER_WAIT_S + rounds * math.ceil(workers / REQUESTS) * get_s
+            turn_s += wrote * put_s
+            turn_s += look_s * min(1.0, turn_s / FLEET_POLL_S)
+            count = max(day.versions, waiting_s / turn_s)
+            # A turn that takes a step writes what the commit before it changed, too.
+            writes = day.versions + wrote * (count - day.versions)
+        looks = min(count, day.versions + waiting_s / (FLEET_POLL_S + look_s))
+        return cls(count, waiting_s, looks, writes)
+
+
+def _segments(store: StoreKind, pause_s: float = 0.0) -> float:
+    """Returns the segments of events of a process in a day, which looks whether one is due after
+    each pause of its loop."""
+    every_s = max(EVENTS_S, store.put_ms / 1e3)
+    return DAY_S / (math.ceil(every_s / pause_s) * pause_s if pause_s else every_s)
+
+
+def _add_beats(
+    bill: Bill, store: StoreKind, item: str, region: str, processes: int, *, away: bool = False
+) -> None:
+    """Adds heartbeats, before each of which a process looks for a successor."""
+    beats = processes * DAY_S / (HEARTBEAT_S + store.get_ms / 1e3 + store.put_ms / 1e3)
+    bill.add(
+        item, region, store, reads=beats, writes=beats,
+        crossing_bytes=away * beats * HEARTBEAT_BYTES,
+    )  # fmt: skip
+
+
+def _add_checkpoints(bill: Bill, request: PlanRequest, day: Day) -> None:
+    """Adds states of the trainer, of which the newest stay, and the listings after each."""
+    trainer = request.trainer
+    if not trainer.checkpoints:
+        return
+    store, states = request.store(trainer.store), day.versions / trainer.checkpoint_every
+    size = STATE_BYTES * day.amounts.values
+    objects = trainer.accelerators * math.ceil(size / trainer.accelerators / STATE_OBJECT_BYTES)
+    puts = objects * _puts_of(size / objects) + 1
+    bill.add(
+        "checkpoints", "", store, writes=states * (puts + STATE_LISTINGS),
+        stored_bytes=trainer.checkpoints * size,
+    )  # fmt: skip
+
+
+def _puts_of(size: float) -> int:
+    """Returns the requests that store an object of this size, a large one in parts."""
+    return 1 if size <= MULTIPART_BYTES else math.ceil(size / PART_BYTES) + 2
+
+
+def _add_archive(bill: Bill, store: StoreKind, processes: int) -> None:
+    """Adds what moves old events into few objects: all heartbeats and a listing of streams once a
+    minute, and from time to time a listing of each stream, whose segments are read."""
+    rounds, compactions = DAY_S / ARCHIVE_EVERY_S, DAY_S / COMPACT_EVERY_S
+    every = ARCHIVE_READS * processes * _segments(store)
+    bill.add(
+        "archive", "", store, reads=rounds * processes + every,
+        writes=rounds * 2 + compactions * processes,
+    )  # fmt: skip
+
+
+def _add_evaluators(bill: Bill, request: PlanRequest, day: Day) -> None:
+    """Adds processes that follow every version whole and look whether the run has ended."""
+    count, store = request.trainer.evaluators, request.store(request.trainer.store)
+    if not count:
+        return
+    get_s, versions = store.get_ms / 1e3, day.versions
+    item = "evaluator"
+    _add_beats(bill, store, item, "", count)
+    loop_s = WAIT_S + get_s
+    segments = count * _segments(store, loop_s)
+    idle = Polls.between(day.period_s, poll_s=WAIT_S, request_s=get_s)
+    gets = day.amounts.blobs + VERSION_READS
+    bill.add(
+        item, "", store, writes=segments + count * versions * idle.listings,
+        reads=count * (DAY_S / loop_s + versions * (gets + idle.reads)),
+        kept_bytes=segments * SEGMENT_BYTES,
+        read_bytes=count * versions * day.amounts.fetched_bytes,
+    )  # fmt: skip
 
 
 def _add_anchors(bill: Bill, request: PlanRequest, region: str, store: StoreKind, day: Day) -> None:
@@ -254,8 +384,16 @@ def _add_anchors(bill: Bill, request: PlanRequest, region: str, store: StoreKind
         return
     anchors = day.versions / request.trainer.anchor_every
     size = ANCHOR_SHARE[request.model.precision] * day.amounts.model_bytes
-    puts = math.ceil(size / BLOB_BYTES) + 1
-    bill.add("anchors", region, store, writes=puts * anchors, kept_bytes=size * anchors)
+    blobs = math.ceil(size / BLOB_BYTES)
+    # They are looked for after the commit. A relay also reads the deltas since its last anchor.
+    reads, listings = blobs, CHECK_LISTINGS
+    if region:
+        reads += request.trainer.anchor_every * (day.amounts.blobs + 1)
+        listings += CHECK_LISTINGS
+    bill.add(
+        "anchors", region, store, reads=reads * anchors, writes=(blobs + 1 + listings) * anchors,
+        kept_bytes=size * anchors,
+    )  # fmt: skip
 
 
 def _add_region(bill: Bill, request: PlanRequest, region: RegionSection, day: Day) -> None:
@@ -281,11 +419,12 @@ def _add_region(bill: Bill, request: PlanRequest, region: RegionSection, day: Da
     bill.add(
         "relay", region.name, source,
         reads=(hops["relay copy"].requests + idle.reads) * versions,
-        writes=idle.listings * versions, crossing_bytes=copied,
+        writes=(idle.listings + 1) * versions, crossing_bytes=copied,
     )  # fmt: skip
+    puts = hops["relay put"].requests + hops["relay commit"].requests + CHECK_LISTINGS - 1
     bill.add(
-        "relay", region.name, store, reads=hops["relay get"].requests * versions,
-        writes=(hops["relay put"].requests + hops["relay commit"].requests) * versions,
+        "relay", region.name, store, writes=puts * versions,
+        reads=(hops["relay get"].requests + day.amounts.blobs) * versions,
         kept_bytes=copied,
     )  # fmt: skip
     _add_anchors(bill, request, region.name, store, day)
@@ -295,14 +434,12 @@ def _add_workers(bill: Bill, request: PlanRequest, region: RegionSection, day: D
     """Adds what workers ask of the trainer's bucket; what leaves or enters another region is
     priced as crossing."""
     store, rollouts = request.store(request.trainer.store), request.rollouts
-    workers = region.accelerators // region.tensor_parallel
-    get_s, put_s = store.get_ms / 1e3, store.put_ms / 1e3
+    workers = _workers_of(region)
+    if not workers:
+        return
+    get_s = store.get_ms / 1e3
     crossing = float(region.away)
-    beats = workers * DAY_S / (HEARTBEAT_S + get_s + put_s)
-    bill.add(
-        "heartbeats", region.name, store, reads=beats, writes=beats,
-        crossing_bytes=crossing * beats * HEARTBEAT_BYTES,
-    )  # fmt: skip
+    _add_beats(bill, store, "heartbeats", region.name, workers, away=region.away)
     turn_s = WAIT_S + get_s
     turn_s += get_s * min(1.0, turn_s / HEARTBEAT_S)  # Now and then, the trainer's heartbeat too.
     polls = workers * DAY_S / turn_s

@@ -49,7 +49,8 @@ class TrainerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     ``link_gb_s`` is a host's to its store, ``cores_per_host`` the cores that encode. Every
     ``anchor_every``-th version is also stored whole (0: none); every ``checkpoint_every``-th has a
-    state of the trainer. ``proofs`` is the run's ``retain.proofs``.
+    state of the trainer, of which the newest ``checkpoints`` stay. ``proofs`` is the run's
+    ``retain.proofs``. ``evaluators`` is how many processes measure held-out accuracy.
 
     Example::
 
@@ -64,6 +65,8 @@ class TrainerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     cores_per_host: Count = 96
     anchor_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 50
     checkpoint_every: Count = 20
+    checkpoints: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 2
+    evaluators: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 1
     proofs: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 0
 
 
@@ -98,7 +101,8 @@ class RegionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     the trainer's (``away``) has a relay, which pulls each version once over ``cross_gb_s``, unless
     ``relay`` is false: then every reader does. ``total_gb_s`` limits the region's readers together.
     With ``blob_cache``, the readers of a host fetch each blob of a delta once between them, if two
-    deltas fit into the cache's ``blob_cache_gb``.
+    deltas fit into the cache's ``blob_cache_gb``. Without ``rollouts`` its engines only serve: they
+    follow the run and are none of its workers.
 
     Example::
 
@@ -118,6 +122,7 @@ class RegionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     total_gb_s: Bandwidth = 1000.0
     cores_per_host: Count = 96
     poll_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 0.5
+    rollouts: bool = True
     blob_cache: bool = False
     blob_cache_gb: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = LIMIT_BYTES / 1e9
 
@@ -178,6 +183,8 @@ class PlanRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 "[model] says neither changed nor learn_from",
                 hint="give the share of values that a step changes, or a run to learn it from",
             )
+        if not any(region.rollouts for region in self.regions):
+            raise InputError("no region makes rollouts", hint="leave rollouts = false out of one")
         for region in self.regions:
             if region.accelerators % region.tensor_parallel:
                 raise InputError(

@@ -1,6 +1,7 @@
 """The dollars of a day, a start from nothing and a shard's reads, each next to what the code that
 users run asks of a counting store."""
 
+import math
 import random
 from dataclasses import replace
 from io import StringIO
@@ -8,12 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from heartbeats import put_heartbeat
 from planned_fleets import RATES, write_plan
 from rich.console import Console
 
 from deltawire.config import RunConfig, TrainConfig
 from deltawire.plan.fleet.cold_start import ANCHOR_SHARE, cold_start
-from deltawire.plan.fleet.costs import Polls, engines_of, status_bytes, unsettled_groups
+from deltawire.plan.fleet.costs import (
+    ARCHIVE_READS,
+    Polls,
+    engines_of,
+    status_bytes,
+    unsettled_groups,
+)
 from deltawire.plan.fleet.description import column_share, describe_fleet, reader_share
 from deltawire.plan.fleet.planner import make_plan
 from deltawire.plan.fleet.request import read_request
@@ -22,6 +30,7 @@ from deltawire.plan.fleet.views import plan_view
 from deltawire.rl.control.credits import CreditIssuer
 from deltawire.rl.control.rollout_buffer import RolloutBuffer
 from deltawire.rl.control.worker_guard import WorkerGuard
+from deltawire.runtime.event_archive import EventArchiver
 from deltawire.store import open_bucket
 from deltawire.sync import load_mirror, open_publisher, read_manifest, read_run
 from deltawire.sync.chain.version_poller import VersionPoller
@@ -181,12 +190,31 @@ def test_the_trainers_status_has_the_bytes_that_are_planned(tmp_path):
     assert size == pytest.approx(status_bytes(request), rel=0.1)
 
 
+def test_archiving_asks_for_what_is_planned():
+    """A round reads all heartbeats and lists them and the streams; a compaction also lists each
+    stream and reads its segments, but the last few, until two answers agree."""
+    inner, names, segments = open_bucket("memory://"), ["trainer", "w0", "w1"], 600
+    for name in names:
+        stream = f"{name}-{'0' * 16}"
+        put_heartbeat(inner, name, nonce="0" * 16)
+        for number in range(segments):
+            inner.put(keys.events(stream, number), b"{}\n")
+    bucket = SimulatedBucket(inner, latency_s=0.0, reads_per_s=1e6, writes_per_s=1e6)
+    EventArchiver(bucket, after_s=0.0).archive()
+    counted = bucket.requests
+    assert counted["get"] == pytest.approx(len(names) * (1 + ARCHIVE_READS * segments), rel=0.05)
+    assert counted["create"] == math.ceil(len(names) * segments / 1024)
+    bucket.requests.clear()
+    EventArchiver(bucket, after_s=0.0).archive()
+    assert counted["list"] == pytest.approx(2 + len(names), abs=0)
+
+
 def test_every_item_is_in_the_total(tmp_path):
     plan = planned(write_plan(tmp_path))
     assert sum(one.dollars for one in plan.costs) == pytest.approx(plan.dollars_a_day)
     assert {one.item for one in plan.costs} == {
         "deltas", "anchors", "heartbeats", "events", "trainer's polls", "trainer.json",
-        "idle polls", "groups", "relay",
+        "idle polls", "groups", "relay", "evaluator", "checkpoints", "archive",
     }  # fmt: skip
     assert plan.dollars_a_day > plan.version_dollars_a_day
     for region in plan.regions:
@@ -258,7 +286,8 @@ def test_the_bytes_of_kept_intervals_are_stated(tmp_path):
     groups = 10 * rollouts.batch / rollouts.group_size
     group = 200 + 13 * rollouts.group_size * rollouts.tokens
     assert found.proof_bytes == pytest.approx(5 * (24 * plan.parameters + groups * group))
-    assert found.dollars_a_day == plan.dollars_a_day
+    without = {key: value for key, value in changes.items() if key != "trainer.proofs"}
+    assert found.dollars_a_day == planned(write_plan(tmp_path), without).dollars_a_day
     console = Console(record=True, width=200, file=StringIO())
     console.print(plan_view(found))
     assert "kept for proofs" in console.export_text()

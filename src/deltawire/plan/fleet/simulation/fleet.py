@@ -181,7 +181,7 @@ class FleetSimulation:
     def _make_engines(self) -> list[_ServingEngine]:
         slots = self._request.rollouts.per_engine
         return [
-            _ServingEngine(region.name, first, region.tensor_parallel, slots)
+            _ServingEngine(region.name, first, region.tensor_parallel, slots * region.rollouts)
             for region in self._request.regions
             for first in range(0, region.accelerators, region.tensor_parallel)
         ]

@@ -1,0 +1,253 @@
+"""Counts what every process of a small real run asks of its stores, next to the plan of that run.
+
+A trainer, two workers, an evaluator, a relay and a reader of its copy run as processes, the first
+five as users start them. Each has an access key with its name, by which the S3 server counts
+requests and bytes::
+
+    trainer, evaluator, worker "home" ─▶ s3://runs/run ◀─ worker "away", from another region
+                                              └─▶ relay ─▶ s3://runs/copy ◀─ reader
+
+Everything that a day would ask for is priced as the plan prices it. The plan gets what its author
+must know: the length of a step, the rollouts, the size of a delta, and the store's latency.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from benchmarks.runner import ROOT
+from benchmarks.scale.fleet_process import Settings
+from benchmarks.scale.run_prices import Counted, Observed, compare, request_of
+from benchmarks.training.keys import Measured, Options
+from deltawire.errors import BugError
+from deltawire.events import Span, Step
+from deltawire.plan.fleet.planner import make_plan
+from deltawire.plan.fleet.rates import shipped_rates
+from deltawire.rl.control.rollout_buffer import read_consumed
+from deltawire.runtime.event_tail import events_of
+from deltawire.store import Bucket
+from deltawire.sync import newest_version, read_manifest, read_run
+from deltawire.testing.s3_server import S3Server
+from deltawire.wire.ledger import CommitMetadata
+from deltawire.wire.manifest import Manifest
+
+WORLDS = (0.02, 0.15)
+"""Seconds that the store takes for a request: two stores, as a plan's formulas depend on them."""
+WINDOW_S = 90.0
+SETTLED = 8
+"""The version from which on a run does all that it repeats: anchors, checkpoints, retention."""
+PATIENCE_S = 600.0
+CONFIG = """
+name = "costs"
+[model.build]
+hidden_size = 192
+layers = 2
+head_size = 32
+feed_forward_size = 512
+context = 128
+[task]
+heldout = 8
+options = { min_word_len = 3, max_word_len = 4 }
+[warm_start]
+max_steps = 2
+check_every = 2
+[rollout]
+workers = 2
+group_size = 4
+max_tokens = 24
+slots = 16
+context = 96
+[train]
+versions = 1000000
+groups_per_step = 16
+max_staleness = 2
+checkpoint_every = 5
+anchor_every = 5
+[evaluate]
+every = 10
+samples = 1
+[retain]
+rollouts = 10
+"""
+
+
+def measure(options: Options) -> Measured:
+    """Runs the fleet once, and counts in a store of each of the two latencies."""
+    del options
+    with tempfile.TemporaryDirectory(prefix="deltawire-costs-") as name, S3Server() as server:
+        server.make_bucket("runs")
+        folder = Path(name)
+        (folder / "run.toml").write_text(CONFIG)
+        with _fleet(server, folder) as ended:
+            bucket = _open(server, "bench")
+            _wait(lambda: (newest_version(bucket) or 0) >= SETTLED, ended)
+            seen = [_observe(server, bucket, latency_s, ended) for latency_s in WORLDS]
+        model = str(folder / "model" / "config.json")
+        found = [_compare(one, model) for one in seen]
+    return Measured(
+        {
+            "run_dollars_error": max(abs(one.error) for one in found),
+            "run_item_error": max(one.largest for one in found),
+        },
+        {
+            "worlds": [msgspec.to_builtins(one) for one in found],
+            "observed": [msgspec.to_builtins(one) for one in seen],
+        },
+    )
+
+
+def _compare(seen: Observed, model: str) -> Counted:
+    request = request_of(seen, model)
+    plan = make_plan(request, request.architecture(), shipped_rates(), changed=seen.changed)
+    return compare(seen, plan, request)
+
+
+def _open(server: S3Server, client: str, run: str = "run") -> Bucket:
+    return server.open(f"s3://runs/{run}", access_key_id=client)
+
+
+@contextmanager
+def _fleet(server: S3Server, folder: Path) -> Iterator[Callable[[], str]]:
+    """Runs the processes; yields what names one that ended."""
+    run, copy = "s3://runs/run", "s3://runs/copy"
+    started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def command(
+        client: str,
+        *words: str,
+        program: Sequence[str] = ("-m", "deltawire"),
+        within: Path = folder,
+    ) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ, **server.environment, "AWS_ACCESS_KEY_ID": client, "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        with (folder / f"{client}.log").open("wb") as log:
+            return subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
+                [sys.executable, *program, *words],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=within, env=environment,
+            )  # fmt: skip
+
+    def ended() -> str:
+        for client, process in started.items():
+            if process.poll() is not None:
+                text = (folder / f"{client}.log").read_text(errors="replace")
+                return f"{client} ended: {text[-2000:]}"
+        return ""
+
+    model = str(folder / "model")
+    try:
+        made = command("maker", "warm-start", "run.toml", "--out", model)
+        if made.wait(PATIENCE_S):
+            raise BugError(f"no model was made: {(folder / 'maker.log').read_text()[-2000:]}")
+        started["trainer"] = command(
+            "trainer", "trainer", run, "--config", "run.toml", "--model", model
+        )
+        bucket = _open(server, "bench")
+        _wait(lambda: newest_version(bucket) is not None, ended)
+        started["home"] = command("home", "worker", run, "--id", "home")
+        started["away"] = command("away", "worker", run, "--id", "away")
+        started["evaluator"] = command("evaluator", "evaluator", run)
+        started["relay"] = command("relay", "relay", run, copy, "--follow", "--json")
+        copied = _open(server, "bench", "copy")
+        _wait(lambda: newest_version(copied) is not None, ended)
+        reader = Settings(role="reader", url=copy, poll_s=0.5)
+        words = ["-m", "benchmarks.scale.fleet_process", msgspec.json.encode(reader).decode()]
+        started["reader"] = command("reader", *words, program=(), within=ROOT)
+        yield ended
+    finally:
+        for process in started.values():
+            process.terminate()
+        for process in started.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30.0)
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def _wait(condition: Callable[[], bool], ended: Callable[[], str]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if why := ended():
+            raise BugError(why)
+        if time.monotonic() > deadline:
+            raise BugError("the run does not get as far as it should; see its processes' output")
+        time.sleep(0.5)
+
+
+def _observe(
+    server: S3Server, bucket: Bucket, latency_s: float, ended: Callable[[], str]
+) -> Observed:
+    """Counts for `WINDOW_S` on a store of this latency."""
+    server.throttle(latency_s=latency_s)
+    time.sleep(10.0)
+    first = newest_version(bucket) or 0
+    with _probing(server) as probes:
+        server.throttle(latency_s=latency_s)
+        began, clock = time.time(), time.monotonic()
+        time.sleep(WINDOW_S)
+        attempts = server.attempts()
+        seconds = time.monotonic() - clock
+    if why := ended():
+        raise BugError(why)
+    last = newest_version(bucket) or 0
+    busy = steps = groups = 0.0
+    server.throttle()
+    for event in events_of(bucket, "trainer"):
+        if isinstance(event, Span) and began <= event.start < began + seconds:
+            busy += (event.end - event.start) * (event.activity != "wait")
+        if isinstance(event, Step) and began <= event.at < began + seconds:
+            steps, groups = steps + 1, groups + event.groups
+    run = read_run(bucket)
+    manifests = [read_manifest(bucket, run, version) for version in range(first + 1, last + 1)]
+    return Observed(
+        seconds=seconds, versions=steps, busy_s=busy, groups=groups / steps,
+        group_tokens=_group_tokens(bucket, manifests[-1]), get_s=probes[0](), put_s=probes[1](),
+        delta_bytes=fmean(one.delta.bytes for one in manifests if one.delta is not None),
+        values=sum(spec.count for spec in run.tensors), attempts=attempts,
+    )  # fmt: skip
+
+
+def _group_tokens(bucket: Bucket, manifest: Manifest | None) -> float:
+    """Returns the mean tokens of the groups that a version consumed, prompts included."""
+    assert manifest is not None
+    metadata = CommitMetadata.of(manifest.metadata, run=bucket.url, version=manifest.version)
+    groups = [one.group for one in read_consumed(bucket, metadata)]
+    return fmean(sum(len(one.tokens_T) for one in group.trajectories) for group in groups)
+
+
+@contextmanager
+def _probing(server: S3Server) -> Iterator[Sequence[Callable[[], float]]]:
+    """Measures how long a small get and a small put take meanwhile."""
+    bucket = _open(server, "bench", "probe")
+    taken: tuple[list[float], list[float]] = ([], [])
+    over = threading.Event()
+
+    def probe() -> None:
+        while not over.wait(1.0):
+            for times, call in zip(
+                taken, (lambda: bucket.exists("x"), lambda: bucket.put("x", b"1")), strict=True
+            ):
+                began = time.monotonic()
+                call()
+                times.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    try:
+        yield [lambda: fmean(taken[0]), lambda: fmean(taken[1])]
+    finally:
+        over.set()
+        thread.join()
