@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ EDITS = {
 """The next release has a number, a setting that workers must know, and a member of heartbeats that
 this release does not know."""
 
+
+GROUP_S = 0.7
+"""Workers of a `ForkServer` store a group at most so often, so that a run leaves processors to the
+processes that start: two workers without this pause keep two cores busy."""
 
 PRELOADED = (
     "deltawire.launch.gateway",
@@ -182,6 +187,7 @@ def _serve_forks() -> dict[str, Any] | None:
     """Forks for each line of standard input; returns the command in the child, None at the end."""
     for name in PRELOADED:
         importlib.import_module(name)
+    _pace_workers()
     running: dict[int, int] = {}
     count = 0
     try:
@@ -208,6 +214,18 @@ def _serve_forks() -> dict[str, Any] | None:
         for pid in running:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def _pace_workers() -> None:
+    from deltawire.rl.rollout.uploader import Uploader
+
+    store = Uploader._store
+
+    def store_slowly(self: Any, *group: Any) -> None:
+        time.sleep(GROUP_S)
+        store(self, *group)
+
+    Uploader._store = store_slowly  # type: ignore[method-assign]
 
 
 def _say(**answer: int) -> None:

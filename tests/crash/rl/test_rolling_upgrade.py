@@ -11,6 +11,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ class Fleet:
         self.bucket = open_bucket(str(folder / "bucket"), create=True)
         self.copy = open_bucket(str(folder / "copy"), create=True)
         self.started: dict[str, Forked] = {}
+        self.began = time.monotonic()
         (folder / "run.toml").write_text(CONFIG)
 
     def arguments(self, name: str) -> list[str]:
@@ -75,6 +77,11 @@ class Fleet:
             words = ["gateway", url, "--port", "0", "--replica", replica, "--state", state]
             return [*words, "--secret", secret, "--capture-header"]
         return ["worker", url, "--id", name]
+
+    def say(self, what: str) -> None:
+        """Shows where the time goes, with ``pytest -s``."""
+        sys.stdout.write(f"{time.monotonic() - self.began:6.1f} s {what}\n")
+        sys.stdout.flush()
 
     def start(self, name: str, build: str) -> None:
         log = self.folder / f"{name}.log"
@@ -195,14 +202,17 @@ def begin(fleet: Fleet, build: str) -> None:
     fleet.versions_more(2)
     for name in ORDER:
         fleet.goes_on(name)
+        fleet.say(f"{name} goes on, version {fleet.version()}")
 
 
 def move(fleet: Fleet, build: str, name_of: dict[str, str]) -> None:
     """Replaces one process after another by one of another build; each goes on before the next."""
     for name in ORDER:
         fleet.stop(name)
+        fleet.say(f"{name} stopped")
         fleet.start(name, build)
         fleet.goes_on(name)
+        fleet.say(f"{name} goes on as {name_of[build]}, version {fleet.version()}")
         if name == "w0":
             shown = builds_in(Watch(fleet.bucket).poll().processes)
             assert sorted(shown) == sorted(name_of.values())
@@ -226,6 +236,7 @@ def test_a_run_is_upgraded_and_moved_back(fleet, first, second):
     fleet.goes_on("relay")
     fleet.goes_on("pull")
     fleet.close()
+    fleet.say(f"all stopped at version {newest}")
     fleet.started.clear()
     status = read_trainer(fleet.bucket)
     assert (status.phase, status.version) == ("stopped", newest)
@@ -240,9 +251,11 @@ def test_a_run_is_upgraded_and_moved_back(fleet, first, second):
     fates = audit_fates(fleet.bucket, max_staleness=2)
     assert fates.consumed == 4 * newest
     assert (fates.twice, fates.forgotten) == ([], [])
+    fleet.say("audited")
     replayed = verify_training(fleet.bucket)
     assert replayed.exact, f"version {replayed.differs}: {replayed.reason}"
     assert replayed.last == newest
+    fleet.say("replayed")
     digest = read_manifest(fleet.bucket, run, newest).digest
     for bucket in (fleet.bucket, fleet.copy):
         held = load_mirror(bucket, find_run(bucket), at=newest)
