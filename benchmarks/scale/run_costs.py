@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -158,7 +159,8 @@ def _fleet(server: S3Server, folder: Path) -> Iterator[Callable[[], str]]:
         started["home"] = command("home", "worker", run, "--id", "home")
         started["away"] = command("away", "worker", run, "--id", "away")
         started["evaluator"] = command("evaluator", "evaluator", run)
-        started["relay"] = command("relay", "relay", run, copy, "--follow", "--json")
+        words = ["relay", run, copy, "--follow", "--json", "--compaction-strides", ""]
+        started["relay"] = command("relay", *words)  # No plan has compacted deltas.
         copied = _open(server, "bench", "copy")
         _wait(lambda: newest_version(copied) is not None, ended)
         reader = Settings(role="reader", url=copy, poll_s=0.5)
@@ -210,12 +212,15 @@ def _observe(
             busy += (event.end - event.start) * (event.activity != "wait")
         if isinstance(event, Step) and began <= event.at < began + seconds:
             steps, groups = steps + 1, groups + event.groups
+    if not steps:
+        raise BugError(f"no version was made in {seconds:.0f} s: is the machine busy?")
     run = read_run(bucket)
     manifests = [read_manifest(bucket, run, version) for version in range(first + 1, last + 1)]
+    deltas = [one.delta for one in manifests if one is not None and one.delta is not None]
     return Observed(
         seconds=seconds, versions=steps, busy_s=busy, groups=groups / steps,
         group_tokens=_group_tokens(bucket, manifests[-1]), get_s=probes[0](), put_s=probes[1](),
-        delta_bytes=fmean(one.delta.bytes for one in manifests if one.delta is not None),
+        delta_bytes=fmean(delta.bytes for delta in deltas),
         values=sum(spec.count for spec in run.tensors), attempts=attempts,
     )  # fmt: skip
 
@@ -235,14 +240,15 @@ def _probing(server: S3Server) -> Iterator[Sequence[Callable[[], float]]]:
     taken: tuple[list[float], list[float]] = ([], [])
     over = threading.Event()
 
+    def timed(times: list[float], call: Callable[[], object]) -> None:
+        began = time.monotonic()
+        call()
+        times.append(time.monotonic() - began)
+
     def probe() -> None:
         while not over.wait(1.0):
-            for times, call in zip(
-                taken, (lambda: bucket.exists("x"), lambda: bucket.put("x", b"1")), strict=True
-            ):
-                began = time.monotonic()
-                call()
-                times.append(time.monotonic() - began)
+            timed(taken[0], partial(bucket.exists, "x"))
+            timed(taken[1], partial(bucket.put, "x", b"1"))
 
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()

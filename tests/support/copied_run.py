@@ -30,8 +30,7 @@ def sync_run(source: Bucket, target: Bucket) -> Copied:
     wanted = [
         key
         for key, one in here.items()
-        if key not in there
-        or (one.size, True) != (there[key].size, one.modified <= there[key].modified)
+        if key not in there or one.bytes != there[key].bytes or one.modified > there[key].modified
     ]
     done = Copied()
 

@@ -59,6 +59,9 @@ STATE_LISTINGS = 11
 CHECK_LISTINGS = 3
 """Listings after a commit: retention's floors, and its announcements of deletions, twice. A relay
 makes the last two."""
+MODEL_FILES = 9
+"""Files of a small model's directory besides its weights, which a relay looks for at each
+version."""
 VERSION_READS = 3
 """Reads of a version besides its blobs: its manifest, and those of the poll that finds it."""
 SEGMENT_BYTES = 300.0
@@ -119,7 +122,7 @@ class Polls:
             polls += math.log(at_last / at_first) / PATIENCE_SHARE
         if interval_s > longest:
             polls += (interval_s - longest) / (LONGEST_PAUSE * poll_s + request_s)
-        listings = min(polls, 0.5 + polls / LIST_EVERY_POLLS)
+        listings = min(polls, math.ceil(polls / LIST_EVERY_POLLS))
         return cls(reads=polls + 2 * listings, listings=listings)
 
 
@@ -424,7 +427,7 @@ def _add_region(bill: Bill, request: PlanRequest, region: RegionSection, day: Da
     puts = hops["relay put"].requests + hops["relay commit"].requests + CHECK_LISTINGS - 1
     bill.add(
         "relay", region.name, store, writes=puts * versions,
-        reads=(hops["relay get"].requests + day.amounts.blobs) * versions,
+        reads=(hops["relay get"].requests + day.amounts.blobs + MODEL_FILES) * versions,
         kept_bytes=copied,
     )  # fmt: skip
     _add_anchors(bill, request, region.name, store, day)
