@@ -22,7 +22,7 @@ OVERWRITTEN = {"heartbeats", "trainer.json", "readers"}
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run did in a window of ``seconds``: ``versions``, in which its trainer did not wait
+    """The work of a run in a window of ``seconds``: ``versions``, in which its trainer did not wait
     for ``busy_s``, of so many ``groups`` of so many tokens; and what a server counted."""
 
     seconds: float

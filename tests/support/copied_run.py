@@ -13,7 +13,7 @@ LARGEST = 1 << 30
 
 @dataclass
 class Copied:
-    """What one pass copied and deleted."""
+    """The result of one pass."""
 
     objects: int = 0
     bytes: int = 0

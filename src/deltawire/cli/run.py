@@ -127,7 +127,7 @@ def _execute(
     plain = arguments.plain or not console.is_terminal
     event = reason = ""
 
-    def tell(event: str, reason: str) -> None:
+    def report(event: str, reason: str) -> None:
         fault = notify(arguments.notify, event=event, run=job.bucket.url, reason=reason)
         if fault:
             console.print(f"warning: {fault}", soft_wrap=True, markup=False, emoji=False)
@@ -135,7 +135,7 @@ def _execute(
     try:
         summary = execute(
             job, console, plain=plain, launcher=launcher, deadline=deadline,
-            on_stall=partial(tell, "stalled"),
+            on_stall=partial(report, "stalled"),
         )  # fmt: skip
         if summary is None and deadline is not None and deadline.reached:
             event, reason = "limit", "the limit of hours or dollars is reached"
@@ -145,7 +145,7 @@ def _execute(
         raise
     finally:
         if event:
-            tell(event, reason)
+            report(event, reason)
     return summary
 
 

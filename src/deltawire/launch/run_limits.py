@@ -51,9 +51,9 @@ class Deadline:
 
 
 class StallAlarm:
-    """Tells once of each time in which no version was committed for ``limit_s``.
+    """Reports once each time in which no version was committed for ``limit_s``.
 
-    ``tell`` gets the reason, in a thread: the command that it runs may take a minute.
+    ``report`` gets the reason, in a thread: the command that it runs may take a minute.
 
     Example::
 
@@ -64,11 +64,11 @@ class StallAlarm:
     def __init__(
         self,
         limit_s: float,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._limit_s, self._tell, self._clock = limit_s, tell, clock
+        self._limit_s, self._report, self._clock = limit_s, report, clock
         self._version: int | None = None
         self._since = clock()
         self._told = False
@@ -82,7 +82,7 @@ class StallAlarm:
             self._told = True
             held = "no version was committed" if version is None else f"no version after {version}"
             reason = f"{held} for {self._limit_s:.0f} s (faults.long_s)"
-            threading.Thread(target=self._tell, args=(reason,), daemon=True).start()
+            threading.Thread(target=self._report, args=(reason,), daemon=True).start()
 
 
 def deadline_of(

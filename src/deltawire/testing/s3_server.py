@@ -273,7 +273,7 @@ def _serve_ministack(listening: socket.socket, throttle: Throttle) -> None:
             if refused:
                 await _refuse(throttle, scope["method"], receive, send)
                 return
-            counted = _Counted(throttle, line)
+            counted = _ByteCount(throttle, line)
             await app(scope, counted.receive(receive), counted.send(send))
             return
         if scope["type"] != "lifespan":
@@ -293,7 +293,7 @@ def _serve_ministack(listening: socket.socket, throttle: Throttle) -> None:
     asyncio.run(serve(served, config))
 
 
-class _Counted:
+class _ByteCount:
     """Counts the bytes of one request's body and of its answer's, before the client gets them:
     its next question may be how many they were."""
 

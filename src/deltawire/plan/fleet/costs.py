@@ -258,7 +258,7 @@ def _add_trainer(bill: Bill, request: PlanRequest, day: Day) -> None:
     )  # fmt: skip
     _add_anchors(bill, request, "", store, day)
     _add_beats(bill, store, "heartbeats", "", 1)
-    turns = _Turns.of(request, day)
+    turns = _TrainerTurns.of(request, day)
     idle = min(turns.count - versions, turns.waiting_s / max(EVENTS_S, store.put_ms / 1e3))
     segments = idle + STEP_SEGMENTS * versions
     bill.add("events", "", store, writes=segments, kept_bytes=segments * SEGMENT_BYTES)
@@ -278,7 +278,7 @@ def _add_trainer(bill: Bill, request: PlanRequest, day: Day) -> None:
 
 
 @dataclass(frozen=True)
-class _Turns:
+class _TrainerTurns:
     """The polls of a trainer in a day: it looks for groups while it has too few for a step, for
     ``waiting_s``, and once for each step. ``looks`` also read heartbeats, and ``writes`` replace
     ``trainer.json``."""
@@ -289,7 +289,7 @@ class _Turns:
     writes: float
 
     @classmethod
-    def of(cls, request: PlanRequest, day: Day) -> _Turns:
+    def of(cls, request: PlanRequest, day: Day) -> _TrainerTurns:
         store, workers = request.store(request.trainer.store), engines_of(request)
         get_s, put_s = store.get_ms / 1e3, store.put_ms / 1e3
         known = min(workers + 1 + request.trainer.evaluators, MOST_READ)
