@@ -21,7 +21,7 @@ def simulated(*options):
 
 
 def test_a_seed_is_one_history_in_which_everything_holds():
-    result = simulated("--seed", "3", "--faults", "900")
+    result = simulated("--seed", "18", "--faults", "400")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "'committed': " in result.stdout
     assert "'killed': " in result.stdout
