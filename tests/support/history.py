@@ -2,7 +2,7 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 
 import blake3
@@ -89,8 +89,12 @@ def snapshot(bucket):
     """Copies a whole bucket into memory, reading each object once."""
     copy = open_bucket("memory://")
     names = bucket.list("")
-    with ThreadPoolExecutor(4) as threads:
-        found = threads.map(lambda key: bucket.get(key, limit=LIMIT), names)
+
+    def read(key):
+        return bucket.get(key, limit=LIMIT)
+
+    with ThreadPoolExecutor(4) if bucket.url.startswith("s3:") else nullcontext() as threads:
+        found = (threads.map if threads else map)(read, names)
         for key, data in zip(names, found, strict=True):
             copy.put(key, data)
     return copy
