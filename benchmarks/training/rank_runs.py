@@ -13,6 +13,7 @@ The server runs this module as a script. It has one thread, and it ends with its
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import subprocess
@@ -324,6 +325,7 @@ def _serve() -> None:
     """Answers requests until stdin closes. Ranks print to stderr."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    gc.freeze()  # A rank that collects garbage would copy every page of the libraries.
     for line in sys.stdin.buffer:
         request = msgspec.json.decode(line, type=_Request)
         codes = [_run_start(request.url, one) for one in request.starts]

@@ -11,6 +11,7 @@ step, ``train`` (keys of the section), ``out`` (rank 0 writes ``out.json`` and `
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -312,6 +313,7 @@ def main(tasks):
 def fork_ranks(work, ranks):
     """Calls ``work`` in ranks that are forks of this process, which has imported torch for all."""
     port, children = free_port(), []
+    gc.freeze()  # A rank that collects garbage would copy every page of the libraries.
     for rank in range(ranks):
         if (pid := os.fork()) == 0:
             os.environ |= {
