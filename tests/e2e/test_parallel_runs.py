@@ -58,6 +58,7 @@ def assert_whole(folder: Path, versions: int, *, workers: int = 1) -> Bucket:
     return bucket
 
 
+@pytest.mark.drills
 def test_layers_divided_over_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "ranks = 2\ntensor_parallel = 2", versions=2)
     monkeypatch.chdir(tmp_path)

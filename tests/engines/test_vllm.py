@@ -70,13 +70,16 @@ def test_a_dense_model_on_one_rank_follows_its_run(vllm_python):
     run_tests(vllm_python, LIVE, "--family", "qwen3", "--tensor-parallel", "1")
 
 
+@pytest.mark.long
 def test_experts_on_two_ranks_follow_their_run(vllm_python):
     run_tests(
         vllm_python, LIVE, "--family", "qwen3_moe", "--tensor-parallel", "2", "--versions", "20"
     )
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("qwen3", "1"), ("qwen3_moe", "2")])
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("qwen3", "1"), pytest.param("qwen3_moe", "2", marks=pytest.mark.long)]
+)
 def test_weights_that_vllm_loads_itself_are_attested(vllm_python, family, ranks):
     run_tests(vllm_python, "test_attest_only.py", "--family", family, "--tensor-parallel", ranks)
 

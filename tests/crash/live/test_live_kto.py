@@ -8,6 +8,7 @@ from deltawire.testing.users import Population
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_kto_brings_users_most_of_what_the_best_policy_would():
     settings = msgspec.structs.replace(HONEST, seed=3)
     learned = learn(settings, config_of(KTO, baseline="sign"), seconds=120)

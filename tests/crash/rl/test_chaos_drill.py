@@ -14,7 +14,7 @@ from chaos import MORE_VERSIONS, drill
 pytestmark = pytest.mark.drills
 
 HOUR_S = 3600.0
-STRIKES = 4
+STRIKES = 2
 
 
 @pytest.mark.timeout(3 * HOUR_S)

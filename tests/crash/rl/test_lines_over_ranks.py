@@ -65,6 +65,7 @@ def test_a_killed_rank_continues_each_line_to_the_same_bits(first, whole, tmp_pa
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_ranks_killed_at_many_points(first, whole, tmp_path):
     bucket = copied(first, tmp_path / "bucket")
     kills = [
@@ -81,6 +82,7 @@ def test_ranks_killed_at_many_points(first, whole, tmp_path):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("adapters", "sizes", "train"),
     [

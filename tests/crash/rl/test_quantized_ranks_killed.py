@@ -24,7 +24,13 @@ def copied(begun, folder):
     return open_bucket(str(folder / "bucket"))
 
 
-@pytest.mark.parametrize("axes", [{}, {"ranks": 2, "tensor_parallel": 2}], ids=["rows", "tensor"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param({}, id="rows"),
+        pytest.param({"ranks": 2, "tensor_parallel": 2}, id="tensor", marks=pytest.mark.long),
+    ],
+)
 def test_killed_ranks_publish_the_bits_of_ranks_that_were_not(tmp_path, axes):
     bucket = begin(tmp_path, **TRAIN, **axes)
     whole = copied(bucket, tmp_path / "whole")
@@ -36,6 +42,7 @@ def test_killed_ranks_publish_the_bits_of_ranks_that_were_not(tmp_path, axes):
     assert main(["fsck", bucket.url]) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_another_number_of_ranks_continues(tmp_path, before, after):
     """Scales are read from the version that other ranks published."""

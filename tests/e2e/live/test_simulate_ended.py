@@ -121,6 +121,7 @@ def test_an_interrupt_ends_all_processes_in_one_line_and_keeps_what_was_stored(
         assert done.returncode == 0, done.stderr.decode()
 
 
+@pytest.mark.long
 def test_no_process_is_left_if_the_command_is_killed(simulation, tmp_path):
     process, _ = simulation
     process.kill()

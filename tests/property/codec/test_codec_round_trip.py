@@ -111,6 +111,7 @@ def test_delta_equals_reference(both, columns):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 @settings(deadline=None, max_examples=200)
 @given(st.one_of(pairs(), weights()), COLUMNS)
 def test_many_changes_equal_the_reference(both, columns):

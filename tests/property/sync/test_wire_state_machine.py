@@ -391,7 +391,7 @@ def test_any_order_of_events():
 @pytest.mark.drills
 @pytest.mark.usefixtures("_time_flies")
 def test_any_order_of_many_events(drill_seed):
-    run_wire(seed=1 + drill_seed, examples=60)
+    run_wire(seed=1 + drill_seed, examples=30)
 
 
 def run_wire(*, seed, examples):

@@ -269,11 +269,8 @@ def test_ranks_publish_and_load_packed_experts(packed_ranks):
 
 
 @pytest.mark.drills
-@pytest.mark.parametrize(
-    "model",
-    # Llama is divided as the dense Qwen3 is, in one of its arrangements.
-    [pytest.param(name, marks=[pytest.mark.long] if name == "llama" else []) for name in FOUR],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("model", list(FOUR))
 def test_four_ranks_in_every_arrangement_compute_the_same(tmp_path, model):
     """Ten steps on each mesh; the first mesh twice, to the same bits."""
     tasks = {
@@ -292,7 +289,7 @@ def test_four_ranks_in_every_arrangement_compute_the_same(tmp_path, model):
 
 
 @pytest.mark.drills
-@pytest.mark.parametrize("model", ["dense", "moe"])
+@pytest.mark.parametrize("model", [pytest.param("dense", marks=pytest.mark.long), "moe"])
 def test_two_ranks_compute_ten_steps_alike_and_a_sharded_process_to_the_bit(tmp_path, model):
     axes = [{}, {"replicate": 2}, {"tensor_parallel": 2}]
     axes += [{"expert_parallel": 2}] if model == "moe" else []
