@@ -88,7 +88,15 @@ def pytest_addoption(parser):
     )
 
 
+def hear_interrupts():
+    """Lets Ctrl-C interrupt again where a shell made a background job of this session: children
+    inherit that, and tests interrupt theirs."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_configure(config):
+    hear_interrupts()
     if differences() and not os.environ.get("DELTAWIRE_NEWEST"):
         # A dependency's newer release may announce changes; `make newest` makes errors of them.
         for kind in ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning"):
@@ -136,6 +144,24 @@ def pytest_collection_modifyitems(items):
         return min((order[name] for name in order if path.startswith(name)), default=len(order))
 
     items.sort(key=place)
+    _require_named_drills(items)
+
+
+def _require_named_drills(items):
+    """Refuses a file with drills that does not name them: `make drills` would not collect it."""
+    marked = {item.path for item in items if item.get_closest_marker("drills")}
+    if unnamed := [str(path) for path in sorted(marked) if "drills" not in path.read_text()]:
+        raise pytest.UsageError(f"say pytest.mark.drills in {', '.join(unnamed)}")
+
+
+@pytest.hookimpl(optionalhook=True)  # Without xdist there is no such hook.
+def pytest_xdist_make_scheduler(config, log):
+    """Gives each process whole files, but the tests of long files that share nothing one by one."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from files_apart import FilesApart
+
+    return FilesApart(config, log)
 
 
 def pytest_generate_tests(metafunc):
