@@ -26,6 +26,9 @@ NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 # Tests that start processes wait a third of their time, so two cores keep three of them busy.
 PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder --strict-skips
 
+# Not $(MAKE) itself, so that `make -n test` runs nothing.
+LINT = $(MAKE) --no-print-directory lint
+
 # Each process of the tests would compile its modules, and rewrite those of tests: 14 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -54,14 +57,18 @@ live: setup
 	@$(BIN)/deltawire simulate examples/live.toml --seconds 420 --dry-run
 	@$(BIN)/deltawire simulate examples/live.toml --seconds 420 --out runs/live
 
-# One process compiles the modules of tests while mypy keeps only one core busy; each worker would.
+# mypy keeps one core busy, and tests wait at times: both run at once, and lint speaks at the end.
+# One process compiles the modules of tests meanwhile; each worker would.
 test: setup
-	@$(BIN)/python -m pytest --collect-only -q -n 0 >/dev/null 2>&1 & \
-		$(MAKE) --no-print-directory lint; code=$$?; wait; exit $$code
-	$(PYTEST)
+	@mkdir -p build; $(LINT) >build/lint.log 2>&1 & lint=$$!; \
+		$(BIN)/python -m pytest --collect-only -q -n 0 >/dev/null 2>&1; \
+		$(PYTEST); tested=$$?; \
+		wait $$lint; linted=$$?; cat build/lint.log; exit $$((tested + linted))
 
+# Only the files that name the mark: each process would import five hundred others.
 drills: setup
-	$(if $(SHORT),,NEW_EXAMPLES=1) $(PYTEST) -m 'drills and not matrix$(if $(SHORT), and not long)' --drills $(or $(DRILLS),1)
+	$(if $(SHORT),,NEW_EXAMPLES=1) $(PYTEST) -m 'drills and not matrix$(if $(SHORT), and not long)' --drills $(or $(DRILLS),1) \
+		$$(grep -rl --include='test_*.py' drills tests)
 
 # vLLM and SGLang have their own environments; `make drills` builds them on first use too.
 engines:

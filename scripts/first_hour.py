@@ -215,6 +215,7 @@ def install(hour: Hour, wheel: Path | None) -> None:
     hour.environment |= {
         "PATH": f"{hour.home}/.venv/bin:{os.environ['PATH']}",
         "PIP_CONSTRAINT": f"{given} {locked}".strip(),
+        "PIP_COMPILE": "0",  # Few of the modules are imported; Python compiles these then.
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "XDG_CACHE_HOME": str(hour.home / "cache"),
         "PIP_CACHE_DIR": os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip")),
