@@ -13,9 +13,8 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from blake3 import blake3
 
 from deltawire.errors import CorruptError, InputError, UnreadableError
@@ -24,13 +23,15 @@ from deltawire.store.forked import split_fork
 from deltawire.store.opening import refuse_credentials
 from deltawire.sync.chain.evidence import listed_twice, require_evidence
 from deltawire.sync.maintain.blob_copies import BlobCopies
-from deltawire.train.checkpoint import Commit
 from deltawire.wire import keys
 from deltawire.wire.coordination import MAX_CHILD_BYTES, ForkNote
 from deltawire.wire.manifest import Manifest
 from deltawire.wire.objects import decode_json, encode_json
 from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import Run
+
+if TYPE_CHECKING:
+    from deltawire.train.checkpoint import Commit
 
 
 class KnownFork(NamedTuple):
@@ -112,6 +113,8 @@ def copy_payloads(parent: Bucket, run: Run, place: Bucket, chain: Sequence[Manif
 def copy_state(parent: Bucket, place: Bucket, commit: Commit) -> None:
     """Copies the parts of a stored state that the place lacks, and checks each shard; raises
     `CorruptError`."""
+    import torch  # `log --graph` and `compare` find forks without it.
+
     shards: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for entry in commit.tensors.values():
         dtype = getattr(torch, entry.dtype, None)
