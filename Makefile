@@ -68,7 +68,7 @@ test: setup
 # Only the files that name the mark: each process would import five hundred others.
 drills: setup
 	$(if $(SHORT),,NEW_EXAMPLES=1) $(PYTEST) -m 'drills and not matrix$(if $(SHORT), and not long)' --drills $(or $(DRILLS),1) \
-		$$(grep -rl --include='test_*.py' drills tests)
+		$$(grep -rl --include='test_*.py' --exclude-dir='on_*' drills tests)
 
 # vLLM and SGLang have their own environments; `make drills` builds them on first use too.
 engines:
