@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="KIND=DIR",
-        help="also state that pull, pull:PRECISION, merge, export, export:BASE or a format of pack "
+        help="also state that pull, pull:PRECISION, merge, export or a format of pack "
         "(int8-row:o_proj) made DIR of the last version, after making it again; may be repeated",
     )
     add_key(parser)

@@ -56,8 +56,8 @@ class Proven(msgspec.Struct, kw_only=True):
 
 class Derived(msgspec.Struct, frozen=True):
     """A directory that was derived from a version. ``kind`` is ``pull``, ``merge``, ``export``, or
-    a format of `deltawire pack`. ``layers`` say more: the layers that were packed, the precision
-    that was pulled, or the version that an export is a delta to."""
+    a format of `deltawire pack`. ``layers`` say more: the layers that were packed, or the precision
+    that was pulled."""
 
     kind: str
     directory: Path
@@ -71,7 +71,7 @@ class Derived(msgspec.Struct, frozen=True):
         if not found or not kind or not directory:
             raise InputError(
                 f"--derived {text[:80]!r} is not KIND=DIR",
-                hint="KIND is pull, pull:PRECISION, merge, export, export:BASE, or a format of "
+                hint="KIND is pull, pull:PRECISION, merge, export, or a format of "
                 "deltawire pack, such as int8-row:o_proj",
             )
         return cls(kind, Path(directory), tuple(filter(None, layers.split(","))))
@@ -199,12 +199,12 @@ def _made_again(bucket: Bucket, run: Run, version: int, one: Derived, scratch: P
 def _exported_again(bucket: Bucket, run: Run, version: int, one: Derived, folder: Path) -> Path:
     from deltawire.export.snapshots import export_snapshot
 
-    base = one.layers[0] if one.layers else ""
-    if base and not base.isdigit():
+    if one.layers:
         raise InputError(
-            f"--derived export:{base[:40]} names no version", hint="such as export:119=DIR"
+            "a delta export cannot be stated: its files do not come out the same twice",
+            hint="export the version whole, and state export=DIR",
         )
-    export_snapshot(bucket, run, version, folder, base=int(base) if base else None)
+    export_snapshot(bucket, run, version, folder)
     return folder
 
 
