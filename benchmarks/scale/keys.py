@@ -27,6 +27,12 @@ KEYS: Final[dict[str, Key]] = {
     "forget_requests_per_version": Key(
         "live_users", "<=", 1.1, "requests of deltawire forget for each of 10,000 versions"
     ),
+    "forget_requests_month_rows": Key(
+        "live_month",
+        "<=",
+        2000,
+        "requests of deltawire forget for the answers and reports of a month of three gateways",
+    ),
     "rollback_poll_requests": Key(
         "live_users", "<=", 3, "most requests of a learner's poll after a rollback, 200 versions"
     ),

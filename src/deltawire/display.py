@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,6 +27,13 @@ _SECRET_WORDS = frozenset(
     ]
 )
 _HARMLESS_ENDS = frozenset(["env", "error", "exception", "file", "name", "path", "var", "variable"])
+_SENTENCE_WORDS = frozenset(
+    [
+        *("and", "as", "for", "if", "in", "is", "of", "on", "or", "that", "the", "to", "with"),
+        *("DIR", "FILE", "FOLDER", "NAME=FILE"),
+    ]
+)
+"""Words after an option in a sentence, and placeholders: none of them is a credential."""
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 # A path that a URL was taken for has one slash.
 _AUTHORITY = re.compile(r"(?<=[A-Za-z0-9+.-]{2}:/)/?([^\s/@:]*+)")
@@ -137,6 +145,7 @@ def _redact_users(found: re.Match[str]) -> str:
 def _redact_assignment(found: re.Match[str]) -> str:
     if found["option"] is not None:
         secret = looks_secret(found["option"].partition("--")[2])
+        secret = secret and found["argument"].strip(",.;:)") not in _SENTENCE_WORDS
         return f"{found['option']}{found['space']}{REDACTED}" if secret else found[0]
     secret = looks_secret(found["name"])
     return f"{found['name']}{found['between']}{REDACTED}" if secret else found[0]
@@ -156,3 +165,11 @@ def has_credentials(location: str) -> bool:
             return True
     fields = re.split("[?#&;]", rest)[1:]
     return any(looks_secret(field.partition("=")[0]) for field in fields)
+
+
+def time_of(at: float) -> str:
+    """Returns a time in seconds since 1970 as people read it, in UTC."""
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return f"{at:g} s"

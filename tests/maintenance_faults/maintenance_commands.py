@@ -1,12 +1,19 @@
 """The commands that delete, archive, copy, compact, prune, restore, forget or rebuild, each with a
 small fixed run and an audit."""
 
+from contextlib import contextmanager
+from functools import partial
+
 import msgspec
-from answer_damages import DAY_S, Command, Stage
+import pytest
+from answer_damages import DAY_S, EPOCH, Command, Stage
 from live_answers import NOW, answer, config_of, put_rows, report
 
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import CorruptError, InputError, UnreadableError
 from deltawire.events import Evaluated, encode_lines
+from deltawire.live.compaction import compactor
+from deltawire.live.compaction.compactor import StreamCompactor
+from deltawire.live.compaction.stream_rows import ServedRows
 from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.erasure.rebuilding import rebuild_without
 from deltawire.live.learning.grouping import GroupMaker
@@ -15,6 +22,7 @@ from deltawire.live.learning.records import LiveRecords
 from deltawire.rl.control.released_groups import ReleasedGroups
 from deltawire.rl.control.rollout_retention import RolloutRetention
 from deltawire.rl.trainer.rollbacks import RollbackWatch
+from deltawire.runtime.compacted_segments import list_compacted, require_compacted
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_archive import EventArchiver, archived_segments
 from deltawire.store import RetryingBucket
@@ -429,6 +437,129 @@ def finished_restore(stage, sound):
     assert checkpoint_versions(stage.sound()) == [2, 6]
 
 
+# Segments of answers and feedback
+
+
+SEGMENTS, LATER = 4, 3
+OLD = 2
+"""The first segments are from a month before the others."""
+
+
+@contextmanager
+def few_segments():
+    """Two objects make one, and the newest segment stays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compactor, "FAN_IN", 2)
+        patch.setattr(compactor, "KEPT", 1)
+        yield
+
+
+def compaction_of_answers_stage(*, compacted=False):
+    """Streams of seven segments of two answers each, of which six are due."""
+    stage = Stage.begin("run")
+    bucket = stage.sound()
+    stage.facts["run"] = publish(bucket, range(1))
+    for number in range(SEGMENTS + LATER):
+        if number == SEGMENTS:
+            stage.remember()
+        at = NOW - 30 * DAY_S * (number < OLD)
+        pair = (2 * number, 2 * number + 1)
+        users = [USER if one % 6 == 1 else None for one in pair]
+        put_rows(
+            bucket, number,
+            [answer(n, user=user, at=at) for n, user in zip(pair, users, strict=True)],
+            [report(n, user=user, at=at) for n, user in zip(pair, users, strict=True)],
+        )  # fmt: skip
+        stage.clock.advance(2.0)
+    if compacted:
+        run_compaction_of_answers(stage, bucket)
+    return stage
+
+
+def run_compaction_of_answers(stage, bucket=None):
+    bucket = bucket or RetryingBucket.over(stage.bucket())
+    made = 0
+    for stream in ("captures", "feedback"):
+        one = StreamCompactor(bucket, ServedRows(stream), "g0", clock=age_of(stage.clock))
+        with few_segments():
+            made += one.compact()
+        if one.alarm:
+            raise UnreadableError(one.alarm)
+    return made
+
+
+def age_of(clock):
+    """Objects in `DatedBucket` are dated from `EPOCH` on."""
+    return lambda: EPOCH.timestamp() + clock.now
+
+
+def answers_left(stage):
+    rows = LiveRecords(stage.sound())
+    rows.poll()
+    assert not rows.alarm, rows.alarm
+    answers = {int(one, 16) for one in rows.answers}
+    for number in answers:
+        stored = rows.answers[f"{number:032x}"]
+        assert stored.tokens == answer(number).tokens, f"answer {number} has other tokens"
+    assert answers == {int(one, 16) for one, about in rows.reports.items() if about}
+    return answers
+
+
+def audit_compaction_of_answers(stage, _made):
+    assert answers_left(stage) == set(range(2 * (SEGMENTS + LATER))), "an answer is lost"
+
+
+def finished_compaction_of_answers(stage, sound):
+    for stream in ("captures", "feedback"):
+        left, wanted = (
+            [
+                (one.span, len(require_compacted(at.sound(), one)))
+                for one in list_compacted(at.sound(), stream, "g0").segments
+            ]
+            for at in (stage, sound)
+        )
+        assert sum(count for _, count in left) >= sum(count for _, count in wanted)
+        listing = list_compacted(stage.sound(), stream, "g0")
+        assert listing.segments.keys() <= listing.indexes.keys(), "a segment has no index"
+
+
+def run_expiry(stage):
+    bucket = RetryingBucket.over(stage.bucket())
+    return sum(
+        StreamCompactor(bucket, ServedRows(stream), "g0").expire(NOW - 10 * DAY_S)
+        for stream in ("captures", "feedback")
+    )
+
+
+def audit_expiry(stage, _deleted):
+    left, every = answers_left(stage), set(range(2 * (SEGMENTS + LATER)))
+    assert left >= every - set(range(2 * OLD)), "an answer that is young is lost"
+
+
+def finished_expiry(stage, _sound):
+    assert not answers_left(stage) & set(range(2 * OLD)), "an old answer is still there"
+
+
+def audit_forget_compacted(stage, record):
+    left, every = answers_left(stage), set(range(2 * (SEGMENTS + LATER)))
+    mine = {n for n in every if n % 6 == 1}
+    assert left >= every - mine, "an answer of another user is lost"
+    if record is None:
+        return
+    store = stage.sound().contents()
+    assert store.pop(keys.live_forgotten(USER), b""), "the record of the erasure is lost"
+    data = b"".join(key.encode() + body for key, body in store.items())
+    assert USER.encode() not in data, (
+        "the user's name is still stored, and the erasure was reported"
+    )
+    for number in mine:
+        assert answer(number).tokens not in data, "an answer is stored, its erasure was reported"
+
+
+def finished_forget_compacted(stage, sound):
+    assert answers_left(stage) == answers_left(sound)
+
+
 # A user who is forgotten
 
 
@@ -570,6 +701,18 @@ COMMANDS = [
     Command("archive", archive_stage, run_archive, audit_archive, finished_archive),
     Command("trim groups", groups_stage, run_groups, audit_groups, finished_groups),
     Command("restore", restore_stage, run_restore, audit_restore, finished_restore),
+    Command(
+        "compact answers", compaction_of_answers_stage, run_compaction_of_answers,
+        audit_compaction_of_answers, finished_compaction_of_answers,
+    ),
+    Command(
+        "expire answers", partial(compaction_of_answers_stage, compacted=True), run_expiry,
+        audit_expiry, finished_expiry,
+    ),
+    Command(
+        "forget, compacted", partial(compaction_of_answers_stage, compacted=True), run_forget,
+        audit_forget_compacted, finished_forget_compacted,
+    ),
     Command("forget", live_stage, run_forget, audit_forget, finished_forget),
     Command("rebuild", live_stage, run_rebuild, audit_rebuild, finished_rebuild),
     Command("release", release_stage, run_release, audit_release, unchanged),

@@ -16,7 +16,7 @@ from deltawire.live.deployment_secret import DeploymentSecret, Generation, secre
 from deltawire.live.gateway.app import LiveCalls
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions
 from deltawire.serving import replica_set
-from deltawire.serving.app import build_app, build_runner
+from deltawire.serving.app import TOKENS, build_app, build_runner
 from deltawire.serving.bodies import BODIES
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.serving.vllm import VllmReplica
@@ -186,8 +186,9 @@ def write_secret(bucket, run, path, generations=(GENERATION,)):
 class LiveGateway:
     """The gateway and a client."""
 
-    def __init__(self, client, port, fakes, recorder, bucket, bodies):
-        self.client, self.port, self.fakes, self.bodies = client, port, fakes, bodies
+    def __init__(self, client, port, fakes, recorder, bucket, app):
+        self.client, self.port, self.fakes = client, port, fakes
+        self.bodies, self.tokens = app[BODIES], app[TOKENS]
         self.recorder, self.bucket = recorder, bucket
         self.fake = fakes[0]
 
@@ -261,11 +262,11 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
     options.setdefault("consent", ConsentRule(header=True))
     run = start_run(bucket)
     secret = options.pop("secret", None) or deployment_secret(bucket, run)
-    reread = options.pop("reread", None)
+    reread, reconsent = options.pop("reread", None), options.pop("reconsent", None)
     limits = options.pop("call_limits", None)
     recorder = Recorder(
         bucket, run, folder, secret, Redaction(redact, on_failure=on_failure),
-        RecorderOptions(**options), reread=reread,
+        RecorderOptions(**options), reread=reread, reconsent=reconsent,
     )  # fmt: skip
     recorder.uploader._every_s = 3600.0
     fakes = [make(bucket, run) for _ in range(replicas)]
@@ -288,7 +289,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
             async with asyncio.timeout(60):
                 while not members.ready:
                     await asyncio.sleep(0.01)
-            yield LiveGateway(client, runner.addresses[0][1], fakes, recorder, bucket, app[BODIES])
+            yield LiveGateway(client, runner.addresses[0][1], fakes, recorder, bucket, app)
         finally:
             await runner.cleanup()
             for fake in fakes:

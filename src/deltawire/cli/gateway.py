@@ -134,6 +134,19 @@ def _add_feedback(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="take signed lists of reports at /v1/feedback/webhook",
     )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="write the log as lines, or as a JSON object a line",
+    )
+    parser.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages of this origin call the gateway from a browser; repeat it for several",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -168,6 +181,8 @@ def run(arguments: argparse.Namespace) -> int:
         feedback_per_minute=arguments.feedback_per_minute,
         feedback_per_day=arguments.feedback_per_day,
         webhook_secret_file=arguments.webhook_secret_file,
+        log_format=arguments.log_format,
+        cors_origins=arguments.cors_origin,
     )
     run_gateway(arguments.run, options)
     return 0

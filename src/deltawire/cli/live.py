@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
-from deltawire.cli.arguments import add_json, add_key, add_run_url, add_trust, fraction, trust_of
+from deltawire.cli.arguments import (
+    add_json,
+    add_key,
+    add_run_url,
+    add_trust,
+    fraction,
+    seconds,
+    trust_of,
+)
+from deltawire.cli.live_compact import add_compact_action
 from deltawire.cli.live_secret import add_secret_actions
 from deltawire.cli.live_users import add_user_actions
+from deltawire.display import safe_line
+
+if TYPE_CHECKING:
+    from deltawire.wire.operator_state import Mode
 
 _ACTIONS = {
     "status": "what serves, and the candidate's tests",
@@ -17,7 +31,12 @@ _ACTIONS = {
     "promote": "by hand: let a version serve all users",
     "hold": "by hand: return users to the serving version until a person decides",
     "rollback": "by hand: take the candidate back, or serve an earlier version",
+    "canary": "by hand: show a version to a share of users; the tests go on",
+    "pause": "by hand: begin no canary; one that is under way is judged",
+    "freeze": "by hand: decide nothing but by hand",
+    "resume": "by hand: end pause or freeze",
 }
+_MODES = {"pause": "paused", "freeze": "frozen", "resume": "running"}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,8 +52,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action = actions.add_parser(name, help=help_text)
         action.set_defaults(call=run, action=name)
         _add_decision_options(action)
+        if name == "decide":
+            _add_gate_options(action)
+        if name == "promote":
+            action.add_argument(
+                "--again", action="store_true", help="also if the version was rolled back"
+            )
+        if name == "canary":
+            action.add_argument(
+                "--share", type=fraction, required=True, metavar="SHARE", help="of all users"
+            )
     add_user_actions(actions)
     add_secret_actions(actions)
+    add_compact_action(actions)
 
 
 def _add_decision_options(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +100,30 @@ def _add_decision_options(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+def _add_gate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gate",
+        default="",
+        metavar="COMMAND|URL|none",
+        help="what scores versions in place of the run's evaluator; needed for a run without a "
+        "configuration",
+    )
+    parser.add_argument(
+        "--gate-margin",
+        type=fraction,
+        default=0.02,
+        metavar="SHARE",
+        help="how much lower a candidate's mean score may be (default: 0.02)",
+    )
+    parser.add_argument(
+        "--gate-timeout",
+        type=seconds,
+        default=3600.0,
+        metavar="S",
+        help="the longest time for one version (default: 3600)",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Does one action."""
     import time
@@ -84,6 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         state_of,
         take_decision,
     )
+    from deltawire.launch.live_operator import begin_canary, set_mode
 
     options = ReleaseOptions(
         trust=trust_of(arguments),
@@ -94,6 +149,13 @@ def run(arguments: argparse.Namespace) -> int:
     )
     action = arguments.action
     if action == "decide":
+        options = replace(
+            options,
+            gate=arguments.gate,
+            gate_margin=arguments.gate_margin,
+            gate_timeout_s=arguments.gate_timeout,
+        )
+    if action == "decide":
         state = decide_until_stopped(
             arguments.run,
             options,
@@ -102,7 +164,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
         _show(state, as_json=arguments.json)
         return exit_code(state)
+    if action == "canary":
+        _show(begin_canary(arguments.run, arguments.share, options), as_json=arguments.json)
+        return 0
+    if action in _MODES:
+        state = set_mode(arguments.run, cast("Mode", _MODES[action]), options)
+        _show(state, as_json=arguments.json)
+        return 0
     if action in ("promote", "hold", "rollback"):
+        options = replace(options, again=getattr(arguments, "again", False))
         _show(take_decision(arguments.run, action, options), as_json=arguments.json)
         return 0
     releaser = open_releaser(arguments.run, options, writes=False)
@@ -194,6 +264,10 @@ def _show(state: dict[str, Any], *, as_json: bool) -> None:
         + (f"version {serving['version']} serves" if serving else "no version serves by decision")
         + (f", candidate {candidate['version']} at {state['share']:g}" if candidate else "")
     )
+    operator = state["operator"]
+    if operator["mode"] != "running":
+        by = f" by {operator['by']}" if operator["by"] else ""
+        print(safe_line(f"  {operator['mode']}{by}: {operator['reason']}"))  # noqa: T201
     if serving is not None:
         print(f"  {_lineage(state['lineage'])}")  # noqa: T201
         for line in _hold_back(state["hold_back"]):

@@ -41,6 +41,7 @@ from deltawire.config.resuming import (
     require_same,
     with_settings,
 )
+from deltawire.config.retention import RetainConfig
 from deltawire.config.reuse import ReuseConfig
 from deltawire.config.sections import (
     BuildConfig,
@@ -50,7 +51,6 @@ from deltawire.config.sections import (
     ParityConfig,
     ParityLimits,
     ProbesConfig,
-    RetainConfig,
     RolloutConfig,
     RunConfig,
     TrainConfig,

@@ -22,6 +22,7 @@ from deltawire.config.live import LiveConfig
 from deltawire.config.losses import LossConfig
 from deltawire.config.optimization import OptimizerConfig, ScheduleConfig
 from deltawire.config.reference import ReferenceConfig
+from deltawire.config.retention import RetainConfig
 from deltawire.config.reuse import ReuseConfig
 from deltawire.config.scaffold import Scaffold
 from deltawire.config.staleness import StalenessConfig
@@ -478,31 +479,6 @@ class FaultsConfig(Section, frozen=True, kw_only=True):
     """The longest time of any activity in seconds, and the limit of the first long one, such as
     loading.
     """
-
-
-class RetainConfig(Section, frozen=True, kw_only=True):
-    """Retention of a run's objects; 0 keeps everything.
-
-    Example::
-
-        [retain]
-        versions = 50
-        checkpoints = 3
-    """
-
-    rollouts: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Keep the groups of this many versions, and always those after the oldest checkpoint."""
-    versions: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Keep this many versions readable, and always those from the oldest checkpoint on. Older ones
-    are deleted a day after that, so that readers can finish."""
-    events_days: Annotated[float, Meta(ge=0, le=1e5)] = 0.0
-    """Keep archives of events for this many days; they hold events older than ten minutes."""
-    checkpoints: Annotated[int, Meta(ge=0, le=10**9)] = 2
-    """Keep this many states of the trainer."""
-    proofs: Annotated[int, Meta(ge=0, le=1_000)] = 0
-    """Also keep what ``deltawire verify-training`` needs for this many intervals between states of
-    the trainer: their groups, and the states at both ends. A hash chooses them among all intervals
-    of the run. Versions from the first of them on stay readable."""
 
 
 class ProbesConfig(Section, frozen=True, kw_only=True):

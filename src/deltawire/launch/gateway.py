@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,19 +25,24 @@ from deltawire.errors import InputError
 from deltawire.launch.listening import check_port, listening, require_token, tls_context
 from deltawire.launch.live_secret import SecretPlace
 from deltawire.launch.role_keys import read_signer
+from deltawire.launch.server_logs import configure_logs
 from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, read_token
 from deltawire.live.capture.consent import ConsentRule, read_users
 from deltawire.live.capture.redaction import Redaction, load_redact
 from deltawire.live.deployment_secret import DeploymentSecret
 from deltawire.live.erasure.coverage import uncovered_gateways
+from deltawire.live.feedback.client import RECEIPT_HEADER
 from deltawire.live.feedback.limits import FeedbackLimits
+from deltawire.live.gateway.answer_ids import ANSWER_HEADER
 from deltawire.live.gateway.app import LiveCalls
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions, name_in
 from deltawire.private_files import open_private, private_folder
 from deltawire.runtime.highest_version import state_folder
 from deltawire.runtime.needs import config_of
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
+from deltawire.serving.app import TOKENS, Tokens
 from deltawire.serving.contract import ReplicaSetState
+from deltawire.serving.cors import check_origins
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import read_run
@@ -44,6 +51,8 @@ from deltawire.wire.run import Run
 
 REPLICA_KEY_VARIABLE = "DELTAWIRE_REPLICA_KEY"
 REPORT_EVERY_S = 1.0
+TOKENS_EVERY_S = 10.0
+_LOG = logging.getLogger("deltawire.live")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +90,8 @@ class GatewayOptions:
     feedback_per_minute: int = 60
     feedback_per_day: int = 1000
     webhook_secret_file: str = ""
+    log_format: Literal["text", "json"] = "text"
+    cors_origins: Sequence[str] = ()
 
 
 def run_gateway(location: str, options: GatewayOptions) -> None:
@@ -90,6 +101,7 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
     to a file must not contain them.
     """
     console = Console(stderr=True, highlight=False)
+    configure_logs(options.log_format)
     for url in options.replicas:
         if not _is_http(url):
             raise InputError(f"--replica {url} is not an http:// or https:// URL")
@@ -99,6 +111,7 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
                 hint=f"put the replicas' key into {REPLICA_KEY_VARIABLE}",
             )
     check_port(options.port)
+    check_origins(options.cors_origins)
     if options.drain_s <= 0:
         raise InputError("--drain must be above 0")
     for name in ("first_token_s", "silence_s", "whole_answer_s"):
@@ -112,11 +125,7 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
     secret = place.read(bucket, run)
     token = require_token(console, "token", options.token_file, TOKEN_VARIABLE)
     admin = require_token(console, "admin token", options.admin_token_file, ADMIN_TOKEN_VARIABLE)
-    if token == admin:
-        raise InputError(
-            "the token and the admin token are equal",
-            hint="clients that only sample must not be able to change the weights",
-        )
+    Tokens(token, admin)  # Refused now, not after the bucket was read.
     folder = _state_folder(options, run)
     with locked(folder):
         _refuse_an_older_key(bucket, folder, secret)
@@ -167,10 +176,12 @@ def _live_calls(
     secret: DeploymentSecret,
     reread: Callable[[], DeploymentSecret],
 ) -> LiveCalls:
-    listed = frozenset[str]()
-    if options.capture_users:
-        listed = read_users(options.capture_users, secret.oldest.pseudonyms)
-    consent = ConsentRule(options.capture_header, listed, options.capture_share)
+    def consent() -> ConsentRule:
+        listed = frozenset[str]()
+        if options.capture_users:
+            listed = read_users(options.capture_users, secret.oldest.pseudonyms)
+        return ConsentRule(options.capture_header, listed, options.capture_share)
+
     redact = load_redact(options.redact) if options.redact else None
     config = config_of(run, url=bucket.url) if run.config else RunConfig(name="live")
     webhook = ""
@@ -183,12 +194,14 @@ def _live_calls(
         secret,
         Redaction(redact, on_failure=options.redact_failure),
         RecorderOptions(
-            consent=consent,
+            consent=consent(),
             keep_text=options.keep_text,
             spool_bytes=options.spool_mb << 20,
             limits=FeedbackLimits(options.feedback_per_minute, options.feedback_per_day),
+            retain=config.retain,
         ),
         reread=reread,
+        reconsent=consent if options.capture_users else None,
     )
     defaults = RequestDefaults.of(config) if run.config else RequestDefaults()
     return LiveCalls(
@@ -215,6 +228,8 @@ async def _serve(
     import aiohttp
 
     from deltawire.serving.app import CallLimits, build_app, build_runner
+    from deltawire.serving.cors import add_cors
+    from deltawire.serving.request_ids import HEADER
     from deltawire.serving.vllm import VllmReplica
 
     stopping = asyncio.Event()
@@ -245,6 +260,8 @@ async def _serve(
             ),
         )
         calls.add_to(app)
+        exposed = (HEADER, ANSWER_HEADER, RECEIPT_HEADER)
+        add_cors(app, options.cors_origins, exposed=exposed)
         runner = build_runner(app)
         async with listening(
             runner,
@@ -254,13 +271,42 @@ async def _serve(
             console=console,
             name=run.name,
         ):
-            await _report_changes(replicas, stopping, console)
+            await _report_changes(replicas, stopping, console, _TokenFiles(options, app[TOKENS]))
 
 
-async def _report_changes(replicas: ReplicaSet, stopping: asyncio.Event, console: Console) -> None:
+class _TokenFiles:
+    """Reads the files of tokens again, so that a token is replaced without a restart."""
+
+    def __init__(self, options: GatewayOptions, tokens: Tokens) -> None:
+        self._paths = options.token_file, options.admin_token_file
+        self._tokens = tokens
+        self._read_at = time.monotonic()
+        self._fault = ""
+
+    def poll(self) -> None:
+        """Takes the tokens that the files hold now; those before stay if they cannot be used."""
+        if not any(self._paths) or time.monotonic() - self._read_at < TOKENS_EVERY_S:
+            return
+        self._read_at = time.monotonic()
+        now = self._tokens.sampling, self._tokens.admin
+        try:
+            found = [read_token(p) if p else t for p, t in zip(self._paths, now, strict=True)]
+            self._tokens.replace(*found)
+        except InputError as error:
+            if error.message != self._fault:
+                _LOG.error("the tokens before stay in use: %s", error)
+            self._fault = error.message
+        else:
+            self._fault = ""
+
+
+async def _report_changes(
+    replicas: ReplicaSet, stopping: asyncio.Event, console: Console, tokens: _TokenFiles
+) -> None:
     """Prints a line for each replica that changed, until ``stopping`` is set."""
     printed: dict[str, str] = {}
     while not stopping.is_set():
+        await asyncio.to_thread(tokens.poll)
         for name, line in _lines(replicas.state()).items():
             if printed.get(name) != line:
                 console.print(

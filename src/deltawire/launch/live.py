@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import msgspec
 
 from deltawire.config import RunConfig
 from deltawire.config.release import ReleaseConfig
-from deltawire.display import safe_line
+from deltawire.display import safe_line, time_of
 from deltawire.errors import InputError, RetryError
 from deltawire.estimates import OffPolicyEstimate
 from deltawire.events import Evaluated
@@ -32,6 +33,8 @@ from deltawire.live.release.next_decision import (
     next_candidate,
 )
 from deltawire.live.release.off_policy import figures_of_estimate
+from deltawire.live.release.operator_mode import allows, read_operator, store_operator
+from deltawire.live.release.own_gate import SET, OwnGate, measure_by
 from deltawire.live.release.paired_gate import Scores, SetScore
 from deltawire.live.release.shadow_evidence import ShadowEvidence, read_shadow, shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
@@ -50,6 +53,7 @@ from deltawire.wire.decisions import (
     RestoreRecord,
     ServedVersion,
 )
+from deltawire.wire.operator_state import Mode, OperatorState
 from deltawire.wire.roles import GATEWAY_ROLE
 from deltawire.wire.run import Run
 
@@ -62,9 +66,15 @@ Action = Literal["status", "plan", "decide", "promote", "hold", "rollback"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseOptions:
-    """The name, reason, version and key of decisions by hand."""
+    """The name, reason, version and key of decisions by hand, and of `decide` what measures
+    versions in place of an evaluator: ``gate`` is a command, a URL or ``none``."""
 
     trust: ReaderTrust
+    gate: str = ""
+    again: bool = False
+    """Promote a version although it was rolled back."""
+    gate_margin: float = 0.02
+    gate_timeout_s: float = 3600.0
     key: str = ""
     version: int | None = None
     reason: str = ""
@@ -81,12 +91,22 @@ class Releaser:
             releaser.step(time.time())
     """
 
-    def __init__(self, bucket: Bucket, run: Run, config: RunConfig, *, by: str) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: Run,
+        config: RunConfig,
+        *,
+        by: str,
+        gate: OwnGate | None = None,
+    ) -> None:
+        self.gate = gate
         self.log = DecisionLog(bucket, run.id)
         self.release = config.live.release
         self._bucket = bucket
         self._run = run
         self.by = by
+        self._configured = bool(run.config)
         self._outcomes = CanaryOutcomes(bucket, config.live)
         self._held_back = HoldBackOutcomes(bucket, config.live)
         self._digests: dict[int, str] = {}
@@ -102,9 +122,15 @@ class Releaser:
         if situation is None:
             return None
         decision = decide_next(self.log, self.release, situation, by=self.by)
-        if decision is None or not self.log.append(decision):
+        if decision is None or not allows(self.operator(), self.log.newest, decision):
+            return None
+        if not self.log.append(decision):
             return None
         return decision
+
+    def operator(self) -> OperatorState:
+        """Returns whether an operator has paused canaries or frozen decisions."""
+        return read_operator(self._bucket, self._run.id)
 
     def situation(self, now: float) -> Situation | None:
         """Returns the facts for a decision now; None while the run has no version."""
@@ -115,7 +141,10 @@ class Releaser:
         restored = self._restored()
         chosen = None
         if restored is None and not self._awaits_restore():
-            chosen = next_candidate(self.log, self.release, newest=newest, scores=scores, now=now)
+            release = self.release
+            if self.gate is not None:  # A candidate is measured once it is at the gate.
+                release = msgspec.structs.replace(release, gate={})
+            chosen = next_candidate(self.log, release, newest=newest, scores=scores, now=now)
         return Situation(
             newest=self.served(newest),
             candidate=None if chosen is None else self.served(chosen),
@@ -129,13 +158,22 @@ class Releaser:
             now=now,
         )
 
+    def set_mode(self, mode: Mode, now: float, reason: str) -> None:
+        """Stores the operator's mode."""
+        state = OperatorState(run=self._run.id, mode=mode, at=now, by=self.by, reason=reason[:1024])
+        store_operator(self._bucket, state)
+
+    def generation(self) -> int:
+        """Returns the generation of the secret in use."""
+        return generation_in_use(self._bucket, self._run.id)
+
     def _generation(self) -> int:
         """Returns the generation of the secret that a shadow or canary which begins now assigns by;
         0 if none may begin."""
         decision = self.log.newest
         if decision is None or decision.verdict not in UNDECIDED or decision.salt:
             return 0
-        return generation_in_use(self._bucket, self._run.id)
+        return self.generation()
 
     def evidence(self, now: float) -> Evidence | None:
         """Returns what the canary that is under way has shown so far; None without one."""
@@ -170,6 +208,11 @@ class Releaser:
         version = decision.candidate.version
         found = [one.off_policy for one in self._evaluated() if one.version == version]
         return found[-1] if found else None
+
+    @property
+    def measured(self) -> bool:
+        """True if an evaluator has measured a version, or may do so."""
+        return self._configured or bool(self._evaluated())
 
     def _evaluated(self) -> list[Evaluated]:
         return [e for e in events_of(self._bucket, "evaluator") if isinstance(e, Evaluated)]
@@ -220,6 +263,11 @@ class Releaser:
     def _scores(self) -> Scores:
         if not self.release.gate:
             return {}
+        if self.gate is not None:
+            decision = self.log.newest
+            if decision is not None and decision.candidate and decision.verdict in UNDECIDED:
+                self.gate.poll(decision.serving, decision.candidate)
+            return self._with_restores(self.gate.scores())
         scores: dict[int, Mapping[str, SetScore]] = {
             e.version: {
                 "accuracy": SetScore(e.accuracy, tuple(e.correct), tuple(e.again)),
@@ -230,6 +278,9 @@ class Releaser:
             }
             for e in self._evaluated()
         }
+        return self._with_restores(scores)
+
+    def _with_restores(self, scores: dict[int, Any]) -> Scores:
         for version, earlier in self.log.restores().items():
             if earlier in scores:  # The weights are the same.
                 scores.setdefault(version, scores[earlier])
@@ -245,9 +296,31 @@ def open_releaser(location: str, options: ReleaseOptions, *, writes: bool) -> Re
         bucket.check_writer()
     run = read_run(bucket)
     config = config_of(run, url=bucket.url) if run.config else RunConfig(name="live")
-    releaser = Releaser(bucket, run, config, by=(options.by or getpass.getuser())[:64])
+    gate = None
+    if options.gate:
+        config, gate = _with_own_gate(config, options, bucket.url)
+    by = (options.by or getpass.getuser())[:64]
+    releaser = Releaser(bucket, run, config, by=by, gate=gate)
     releaser.log.poll()
     return releaser
+
+
+def _with_own_gate(
+    config: RunConfig, options: ReleaseOptions, url: str
+) -> tuple[RunConfig, OwnGate | None]:
+    """Returns the configuration with the gate of ``--gate``, and what measures versions for it."""
+    own = options.gate != "none"
+    if not 0 <= options.gate_margin < 1 or not options.gate_timeout_s > 0:
+        raise InputError("--gate-margin must be from 0 to below 1, and --gate-timeout above 0")
+    sets = {SET: options.gate_margin} if own else {}
+    release = msgspec.structs.replace(config.live.release, gate=sets)
+    live = msgspec.structs.replace(config.live, release=release)
+    gate = None
+    if own:
+        stopping = threading.Event()
+        measure = measure_by(options.gate, url, timeout_s=options.gate_timeout_s, stopping=stopping)
+        gate = OwnGate(measure, stopping=stopping)
+    return msgspec.structs.replace(config, live=live), gate
 
 
 def take_decision(location: str, action: Action, options: ReleaseOptions) -> dict[str, Any]:
@@ -265,6 +338,7 @@ def take_decision(location: str, action: Action, options: ReleaseOptions) -> dic
         now=time.time(),
         reason=options.reason,
         target=target,
+        again=options.again,
     )
     if not releaser.log.append(decision):
         raise InputError(
@@ -283,17 +357,41 @@ def decide_until_stopped(
     """Decides every `DECIDE_EVERY_S` seconds, or ``once``: until nothing more follows from what is
     known. Returns the state after it."""
     releaser = open_releaser(location, options, writes=True)
+    if not releaser.measured and not options.gate:
+        raise InputError(
+            "this run has no configuration, so no evaluator measures its versions",
+            hint="give --gate COMMAND or a URL that scores a version, or --gate none to let every "
+            "version go to users in a canary",
+            run=location,
+        )
+    try:
+        return _decide(releaser, once=once, report=report)
+    finally:
+        if releaser.gate is not None:
+            releaser.gate.close()
+
+
+def _decide(
+    releaser: Releaser, *, once: bool, report: Callable[[Decision], None]
+) -> dict[str, Any]:
+    told, gate = "", releaser.gate
     while True:
         try:
             while (decision := releaser.step(time.time())) is not None:
                 report(decision)
-            if once:
+            if gate is not None and gate.alarm != told:
+                told = gate.alarm
+                print(told or "the gate measures again", file=sys.stderr)  # noqa: T201
+            if once and (gate is None or not gate.measuring):
                 return state_of(releaser, time.time())
         except RetryError as error:
             if once:
                 raise
             print(safe_line(f"waits for the store: {error.message}"), file=sys.stderr)  # noqa: T201
-        time.sleep(DECIDE_EVERY_S)
+        if once and gate is not None:
+            gate.wait()
+        else:
+            time.sleep(DECIDE_EVERY_S)
 
 
 def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
@@ -310,6 +408,7 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
         "gate_failures": releaser.log.gate_failures(),
         "paused_until": releaser.log.paused_until(),
         "now": now,
+        "operator": msgspec.structs.asdict(releaser.operator()),
         "decisions": [_row(one) for one in releaser.log.decisions],
         "void": {str(number): fault for number, fault in releaser.log.void.items()},
     }
@@ -373,7 +472,8 @@ def exit_code(state: dict[str, Any]) -> int:
 
 def line_of(decision: Decision) -> str:
     """Returns a decision as one line for people."""
-    words = [f"{decision.number}: {decision.verdict}", f"version {decision.serving.version} serves"]
+    number = f"{time_of(decision.at)} {decision.number}"
+    words = [f"{number}: {decision.verdict}", f"version {decision.serving.version} serves"]
     if decision.candidate is not None:
         words.append(f"candidate {decision.candidate.version}")
     if decision.share:

@@ -57,7 +57,7 @@ REREAD_S = 10.0
 """Seconds before a missing or unsuitable grant is looked up again."""
 GRANT_S = 60.0
 """Seconds before a valid grant is read again, because its key may have been replaced."""
-REPLACED = (keys.TRAINER, keys.PROBES, keys.RETAINED, keys.HEARTBEATS)
+REPLACED = (keys.TRAINER, keys.PROBES, keys.RETAINED, keys.HEARTBEATS, keys.LIVE_OPERATOR)
 """Objects that are replaced in place: one signed before the last one read is a replay."""
 
 

@@ -47,6 +47,7 @@ from deltawire.serving.bodies import (
 )
 from deltawire.serving.contract import read_request
 from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
+from deltawire.serving.request_ids import HEADER, REQUEST_ID, name_request, state_request_id
 
 BUSY = 425
 """The hosted services' status for new requests while all replicas drain to change weights."""
@@ -68,13 +69,12 @@ ANSWERS = ("/v1/chat/completions", "/v1/completions")
 """Paths whose answers a model draws; with `MODELS` they are all that reaches a replica."""
 MODELS = "/v1/models"
 
-RETURNED_HEADERS = ("Content-Type", "Cache-Control", "X-Request-Id")
+RETURNED_HEADERS = ("Content-Type", "Cache-Control")
 
 REPLICAS = web.AppKey("replicas", ReplicaSet)
 SESSION = web.AppKey("session", aiohttp.ClientSession)
 KEY = web.AppKey("key", str)
 MODEL = web.AppKey("model", str)
-ADMIN = web.AppKey("admin", str)
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,27 @@ class CallLimits:
 
 
 LIMITS = web.AppKey("limits", CallLimits)
+
+
+class Tokens:
+    """The token that permits sampling and the one that permits everything; `replace` changes them
+    while the server runs. Raises `InputError` for tokens that are equal or empty."""
+
+    def __init__(self, sampling: str, admin: str) -> None:
+        self.replace(sampling, admin)
+
+    def replace(self, sampling: str, admin: str) -> None:
+        """Takes these tokens from the next request on; those before are refused then."""
+        if not sampling or not admin or sampling == admin:
+            raise InputError(
+                "the server needs two different tokens",
+                hint="one for sampling, one for hot-loading: clients that only sample must not be "
+                "able to change the weights",
+            )
+        self.sampling, self.admin = sampling, admin
+
+
+TOKENS = web.AppKey("tokens", Tokens)
 
 
 class UnansweredError(Exception):
@@ -147,6 +168,8 @@ ANSWER = web.AppKey[Handler]("answer")
 Exchange = Callable[[web.Request, TrackedReplica, bytes, Tries], Awaitable[web.StreamResponse]]
 """Sends a request's body to a replica, and its answer to the client."""
 Access = Literal["none", "sampling", "admin", "signature"]
+WARNINGS = web.AppKey[Callable[[], list[str]]]("warnings")
+"""Words for a person who asks if the server is ready; everybody can read them."""
 H = TypeVar("H", bound=Callable[..., Any])
 
 
@@ -185,15 +208,15 @@ def build_app(
     ``upstream_key``. ``upstream_model`` replaces each request's ``model``, so that clients may name
     a deployment as at the hosted services.
     """
-    if not token or not admin_token or token == admin_token:
-        raise InputError(
-            "the server needs two different tokens", hint="one for sampling, one for hot-loading"
-        )
-    app = web.Application(middlewares=[give_back_bodies, answer_errors, _bearer(token)])
+    app = web.Application(
+        middlewares=[name_request, give_back_bodies, answer_errors, _check_bearer]
+    )
+    app.on_response_prepare.append(state_request_id)
     app[BODIES] = BodyBudget(BODIES_BYTES)
     app[REPLICAS], app[SESSION], app[LIMITS] = replicas, session, limits or CallLimits()
-    app[ADMIN] = admin_token
+    app[TOKENS] = Tokens(token, admin_token)
     app[KEY], app[MODEL], app[ANSWER] = upstream_key, upstream_model, _proxy
+    app[WARNINGS] = list
     app.router.add_post("/hot_load/v1/models/hot_load", _hot_load)
     app.router.add_get("/hot_load/v1/models/hot_load", _state)
     ledger = "/v1/accounts/{account}/deployments/{deployment}/ledger"
@@ -262,21 +285,19 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return error_answer(500, BugError("the server failed to handle this request"))
 
 
-def _bearer(token: str) -> Any:
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        is_client = bears(request.headers.get("Authorization", ""), token)
-        # That of the route, and so also of a path that is spelled in another way.
-        access: Access = getattr(request.match_info.handler, "access", "sampling")
-        if access in ("sampling", "admin"):
-            admin = is_admin(request)
-            if not (admin or is_client):
-                return error_answer(401, InputError("this is not a valid bearer token"))
-            if access == "admin" and not admin:
-                return error_answer(403, InputError("this call needs the admin token"))
-        return await handler(request)
-
-    return check
+@web.middleware
+async def _check_bearer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    token = request.app[TOKENS].sampling
+    is_client = bears(request.headers.get("Authorization", ""), token)
+    # That of the route, and so also of a path that is spelled in another way.
+    access: Access = getattr(request.match_info.handler, "access", "sampling")
+    if access in ("sampling", "admin"):
+        admin = is_admin(request)
+        if not (admin or is_client):
+            return error_answer(401, InputError("this is not a valid bearer token"))
+        if access == "admin" and not admin:
+            return error_answer(403, InputError("this call needs the admin token"))
+    return await handler(request)
 
 
 @needs("admin")
@@ -314,7 +335,8 @@ async def _live(_: web.Request) -> web.StreamResponse:
 @needs("none")
 async def _ready(request: web.Request) -> web.StreamResponse:
     ready = request.app[REPLICAS].takes_requests
-    return web.json_response({"ready": ready}, status=200 if ready else 503)
+    body = {"ready": ready, "warnings": request.app[WARNINGS]()}
+    return web.json_response(body, status=200 if ready else 503)
 
 
 async def _answer(request: web.Request) -> web.StreamResponse:
@@ -410,6 +432,7 @@ async def call_replica(
     deadline = asyncio.get_running_loop().time() + within_s
     headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
     headers["Accept-Encoding"] = "identity"
+    headers[HEADER] = REQUEST_ID.get()
     if app[KEY]:
         headers["Authorization"] = f"Bearer {app[KEY]}"
     async with asyncio.timeout_at(deadline):
@@ -429,7 +452,7 @@ async def call_replica(
 def is_admin(request: web.Request) -> bool:
     """Returns whether a request has the admin token. Only then may its answer say which version it
     is from: users who can read that can vote on it."""
-    return bears(request.headers.get("Authorization", ""), request.app[ADMIN])
+    return bears(request.headers.get("Authorization", ""), request.app[TOKENS].admin)
 
 
 def headers_for(

@@ -254,6 +254,14 @@ class ReplicaSet:
         """Returns whether a replica takes requests now."""
         return any(m.held is not None and not m.draining for m in self._members)
 
+    def taking_requests(self) -> dict[str, bool]:
+        """Returns, by its name, whether a replica takes requests and is not left out."""
+        now = time.monotonic()
+        return {
+            m.replica.name: m.held is not None and not m.draining and not m.outlier.is_left_out(now)
+            for m in self._members
+        }
+
     def pick(
         self,
         session: str = "",

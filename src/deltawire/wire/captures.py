@@ -7,6 +7,7 @@ for the first time, so an upload may be repeated.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -252,11 +253,25 @@ def decode_segment(
 ) -> list[R]:
     """Decodes a segment's rows; raises `CorruptError` for another gateway's or number's segment,
     and for a capture whose arrays contradict each other."""
+    encoded = raw_rows(data, gateway=gateway, number=number, run=run, key=key)
+    return decode_rows(encoded, kind, run=run, key=key)
+
+
+def raw_rows(data: bytes, *, gateway: str, number: int, run: str, key: str) -> list[msgspec.Raw]:
+    """Returns a segment's rows as they were encoded; raises `CorruptError` for another gateway's
+    or number's segment."""
     segment = decode_packed(data, _RowSegment, run=run, key=key)
     if (segment.format, segment.gateway, segment.number) != (FORMAT, gateway, number):
         raise CorruptError("a segment of another place or format", run=run, key=key)
+    return segment.rows
+
+
+def decode_rows(
+    encoded: Iterable[bytes | msgspec.Raw], kind: type[R], *, run: str, key: str
+) -> list[R]:
+    """Decodes rows of the object at ``key``; raises `CorruptError` as `decode_segment`."""
     try:
-        rows = [msgspec.msgpack.decode(row, type=prepared(kind)) for row in segment.rows]
+        rows = [msgspec.msgpack.decode(row, type=prepared(kind)) for row in encoded]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptError(f"a row: {str(error)[:200]}", run=run, key=key) from error
     for row in rows:

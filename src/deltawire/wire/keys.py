@@ -45,7 +45,11 @@ LIVE_GATEWAYS = "live/gateways/"
 LIVE_CAPTURES = "live/captures/"
 LIVE_FEEDBACK = "live/feedback/"
 LIVE_LINEAGE = "live/lineage/"
+LIVE_COMPACTED = "live/compacted/"
+LIVE_INDEX = "live/index/"
+LIVE_COMPACTING = "live/compacting/"
 LIVE_DECISIONS = "live/decisions/"
+LIVE_OPERATOR = "live/operator.json"
 LIVE_FORGOTTEN = "live/forgotten/"
 LIVE_READMITTED = "live/readmitted/"
 LIVE_SECRETS = "live/secrets/"
@@ -439,6 +443,41 @@ def live_feedback(gateway: str, number: int) -> str:
 def live_lineage(worker: str, sequence: int) -> str:
     """Returns the key of the list of answers that a worker's ``sequence``-th group was made of."""
     return f"{LIVE_LINEAGE}{_checked(worker)}/{_number(sequence)}"
+
+
+def live_segments(stream: str, owner: str) -> str:
+    """Returns the prefix of the segments of a stream of a gateway, or of a learner's lineages."""
+    return f"{LIVE}{_checked(stream)}/{_checked(owner)}/"
+
+
+def live_compacted(stream: str, owner: str, name: str = "") -> str:
+    """Returns the key of a compacted segment, or without a name the prefix of those of an owner."""
+    return f"{LIVE_COMPACTED}{_checked(stream)}/{_checked(owner)}/{name and _checked(name)}"
+
+
+def live_index(stream: str, owner: str, name: str = "") -> str:
+    """Returns the key of the index of a compacted segment, as `live_compacted`."""
+    return f"{LIVE_INDEX}{_checked(stream)}/{_checked(owner)}/{name and _checked(name)}"
+
+
+def live_compacting(stream: str, owner: str, name: str = "") -> str:
+    """Returns the key of the object that announces a compacted segment, as `live_compacted`."""
+    return f"{LIVE_COMPACTING}{_checked(stream)}/{_checked(owner)}/{name and _checked(name)}"
+
+
+def live_compacted_name(first: int, last: int, nonce: str) -> str:
+    """Returns the name of a compacted segment of the rows of segments ``first`` to ``last``. The
+    last one comes first, so that a listing can start after a segment that was read."""
+    return f"{_number(last)}-{_number(first)}-{nonce}"
+
+
+def live_compacted_span(name: str) -> tuple[int, int] | None:
+    """Returns the first and the last number in the name of a compacted segment; None for any other
+    name."""
+    found = re.fullmatch(r"([0-9]{10})-([0-9]{10})-[0-9a-f]{32}", name)
+    if found is None or int(found[2]) > int(found[1]):
+        return None
+    return int(found[2]), int(found[1])
 
 
 def live_decision(number: int) -> str:

@@ -14,6 +14,7 @@ from deltawire.wire.decisions import CANDIDATE
 from deltawire.wire.receipts import SERVING, read_receipt
 
 RECEIPT = re.compile(rb"dw2\.[\w.-]+")
+RANDOM = frozenset({"x-request-id", "x-deltawire-answer"})
 
 
 class TellingReplica(TokenReplica):
@@ -37,7 +38,10 @@ async def asked(gateway, user, token=TOKEN, **body):
     status, data, found = await gateway.call(
         "POST", "/v1/chat/completions", token, headers, json=body
     )
-    shown = {name: value for name, value in found.items() if name.lower() != "date"}
+    shown = {name.lower(): value for name, value in found.items() if name.lower() != "date"}
+    for name in RANDOM & shown.keys():
+        assert re.fullmatch("[0-9a-f]{32}", shown[name]), name
+        shown[name] = "random"
     text = b"%d %s %s" % (status, json.dumps(shown).encode(), data)
     receipts = RECEIPT.findall(text)
     return RECEIPT.sub(b"RECEIPT", text), {len(one) for one in receipts}, receipts, data, found

@@ -288,3 +288,23 @@ def test_events_and_errors_hold_no_credentials(tmp_path) -> None:
     with console.capture() as capture:
         console.print(str(error), markup=False)
     assert SECRET not in capture.get()
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        "give --key or --state DIR",
+        "set --admin-token-file, or give --token FILE",
+        "use --key with the key that the run's owner granted",
+        "omit --key for an unsigned run",
+        "give --learner-key NAME=FILE.",
+    ],
+)
+def test_sentences_about_options_are_not_redacted(hint) -> None:
+    """A hint once read: give --key [redacted] --state DIR."""
+    assert redact(hint) == hint
+
+
+def test_a_value_after_an_option_is_redacted_whatever_its_case() -> None:
+    for value in (SECRET, SECRET.upper(), "ORAND", "File", "ofthe"):
+        assert value not in redact(f"deltawire run --key {value} or")

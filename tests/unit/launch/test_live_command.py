@@ -1,6 +1,7 @@
 """``deltawire live``: decisions by the tests and by hand, as JSON, lines and exit codes."""
 
 import json
+import sys
 
 import pytest
 from live_gateway import published
@@ -36,8 +37,8 @@ def test_a_release_from_start_to_rollback(bucket, capsys):
     assert live(capsys, "status", bucket)[1]["state"] == "none"
     code, state = live(capsys, "promote", bucket, "--version", "0", "--by", "ann")
     assert (code, state["serving"]["version"]) == (0, 0)
-    code, state = live(capsys, "decide", bucket, "--once")
-    assert (code, state["state"]) == (0, "serve"), "nothing was evaluated: no data is no success"
+    assert main(["live", "decide", bucket, "--once"]) != 0
+    assert "--gate" in capsys.readouterr().err, "it once waited for an evaluation for ever"
     code, state = live(capsys, "promote", bucket, "--version", "2", "--reason", "tried by hand")
     assert state["serving"]["version"] == 2
     code, state = live(capsys, "rollback", bucket, "--by", "bob")
@@ -124,3 +125,46 @@ def test_the_status_shows_the_estimate_next_to_what_users_showed(bucket, capsys)
         "SNIPS 0.500 ± 0.040, doubly robust 0.520 ± 0.030, logged 0.400; measured: candidate"
         in (capsys.readouterr().out)
     )
+
+
+SCORE = """
+import json, os, sys
+version = int(os.environ["DELTAWIRE_VERSION"])
+assert os.environ["DELTAWIRE_RUN"].startswith("file:") and len(os.environ["DELTAWIRE_DIGEST"]) == 32
+for item in range(200):
+    print(json.dumps({"id": f"q{item}", "score": (item % 10 < BEST[version]) * 1.0}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("best", "verdict", "code"), [([6, 0, 8], "canary", 10), ([6, 0, 2], "rollback", 12)]
+)
+def test_a_run_without_configuration_has_canaries_by_a_command(
+    bucket, tmp_path, capsys, best, verdict, code
+):
+    script = tmp_path / "score.py"
+    script.write_text(SCORE.replace("BEST", str(best)))
+    live(capsys, "promote", bucket, "--version", "0")
+    gate = f"{sys.executable} {script}"
+    found, state = live(capsys, "decide", bucket, "--once", "--gate", gate)
+    assert (found, state["state"]) == (code, verdict)
+    last = state["decisions"][-1]
+    assert last["evidence"]["candidate_items"] == best[2] / 10
+    assert last["evidence"]["serving_items"] == 0.6
+    assert state["serving"]["version"] == 0
+
+
+def test_without_a_gate_each_version_goes_to_users_and_the_decision_says_so(bucket, capsys):
+    live(capsys, "promote", bucket, "--version", "0")
+    found, state = live(capsys, "decide", bucket, "--once", "--gate", "none")
+    assert (found, state["state"]) == (10, "canary")
+    assert state["decisions"][-1]["reason"] == "no evaluation gate"
+
+
+def test_a_command_that_measures_nothing_keeps_the_candidate_from_users(bucket, capsys):
+    live(capsys, "promote", bucket, "--version", "0")
+    assert main(["live", "decide", bucket, "--once", "--gate", "false"]) == 10
+    told = capsys.readouterr()
+    assert "version 0 cannot be measured: it ended with status 1" in told.err
+    assert "1: gate, version 0 serves, candidate 2" in told.out
+    assert live(capsys, "status", bucket)[1]["state"] == "gate"

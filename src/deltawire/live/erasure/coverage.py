@@ -34,10 +34,12 @@ def uncovered_gateways(bucket: Bucket, secret: DeploymentSecret) -> dict[str, st
             continue
         if state is not None and (reason := _uncovered(state, secret)):
             found[name] = reason
-    for prefix in (keys.LIVE_CAPTURES, keys.LIVE_FEEDBACK):
-        for name in bucket.list_prefixes(prefix):
-            if name not in stated and bucket.list(f"{prefix}{name}/"):
-                found[name] = "the bucket does not say which secret it had"
+    for stream in ("captures", "feedback"):
+        places = [f"{base}{stream}/" for base in (keys.LIVE, keys.LIVE_COMPACTED, keys.LIVE_INDEX)]
+        for prefix in places:
+            for name in bucket.list_prefixes(prefix):
+                if name not in stated and bucket.list(f"{prefix}{name}/"):
+                    found[name] = "the bucket does not say which secret it had"
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from deltawire.live.erasure.stored_rows import require_rows
+from deltawire.live.erasure.stored_rows import require_rows_of
 from deltawire.rl.control.lineages import require_lineages
 from deltawire.store import Bucket
 from deltawire.sync.chain.evidence import require_agreed
@@ -29,16 +29,13 @@ def export_user(bucket: Bucket, users: Collection[str]) -> Iterator[dict[str, An
 
     Raises `RetryError` if something cannot be read that may be the user's.
     """
-    for _, gateway, _, answers in require_rows(bucket, keys.LIVE_CAPTURES, Capture):
-        for answer in answers:
-            if answer.user in users:
-                yield {"kind": "answer", "gateway": gateway, **_answer(answer)}
-    for _, gateway, _, reports in require_rows(bucket, keys.LIVE_FEEDBACK, Feedback):
-        for report in reports:
-            if report.user in users:
-                row = msgspec.to_builtins(report)
-                row["report"] = row.pop("kind")
-                yield {"kind": "feedback", "gateway": gateway, **row}
+    named = frozenset(users)
+    for gateway, answer in require_rows_of(bucket, "captures", Capture, named):
+        yield {"kind": "answer", "gateway": gateway, **_answer(answer)}
+    for gateway, report in require_rows_of(bucket, "feedback", Feedback, named):
+        row = msgspec.to_builtins(report)
+        row["report"] = row.pop("kind")
+        yield {"kind": "feedback", "gateway": gateway, **row}
     for lineage in require_lineages(bucket):
         if any(one.user in users for one in lineage.answers):
             yield from _learned(bucket, lineage, users)

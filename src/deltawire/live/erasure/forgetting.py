@@ -23,6 +23,8 @@ import msgspec
 from blake3 import blake3
 
 from deltawire.errors import InputError, RetryError
+from deltawire.live.compaction.erasing import erase_compacted
+from deltawire.live.compaction.stream_rows import ServedRows
 from deltawire.live.erasure.stored_rows import require_rows
 from deltawire.live.erasure.user_groups import Place, UserGroups
 from deltawire.live.forgotten import forgotten_users
@@ -273,8 +275,11 @@ def _delete_rows(bucket: Bucket, users: Iterable[str]) -> dict[type, Counter[str
     deleted: dict[type, Counter[str]] = {Capture: Counter(), Feedback: Counter()}
     done = frozenset[str]()
     while not (gone := _forgotten(bucket).union(users)) <= done:
+        # Segments first: their rows may move into compacted ones meanwhile.
         deleted[Capture] += _filter(bucket, keys.LIVE_CAPTURES, Capture, gone)
         deleted[Feedback] += _filter(bucket, keys.LIVE_FEEDBACK, Feedback, gone)
+        deleted[Capture] += erase_compacted(bucket, ServedRows("captures"), gone)
+        deleted[Feedback] += erase_compacted(bucket, ServedRows("feedback"), gone)
         done = gone
     return deleted
 

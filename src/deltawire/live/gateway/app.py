@@ -5,7 +5,9 @@
     POST /v1/chat/completions, /v1/completions   sampling   an answer with a receipt
     POST /v1/feedback                            sampling   one report about a receipt
     POST /v1/feedback/webhook                    signature  up to `MAX_REPORTS` reports
+    GET  /v1/receipts/{id}                       sampling   the receipts of an answer by its id
     GET  /live/state                             admin      counters and rates
+    GET  /metrics                                admin      the same and histograms, for Prometheus
 
 All other calls are those of `deltawire.serving.app`. A whole answer carries its receipt in the
 header `RECEIPT_HEADER` and in its member ``deltawire``; a stream carries it in that member of its
@@ -19,9 +21,10 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -34,6 +37,7 @@ from deltawire.live.capture.consent import CAPTURE_HEADER
 from deltawire.live.capture.guardrails import AnswerFacts
 from deltawire.live.feedback.client import RECEIPT_HEADER
 from deltawire.live.feedback.intake import MAX_BODY_BYTES, Taken, UnknownReceiptError
+from deltawire.live.gateway.answer_ids import ANSWER_HEADER, AnswerIds
 from deltawire.live.gateway.answer_rows import ServedRequest
 from deltawire.live.gateway.engine_tokens import AnswerReader, ClientView
 from deltawire.live.gateway.events import DONE, EventSplitter, data_of
@@ -43,11 +47,14 @@ from deltawire.live.gateway.routing import ArmRouter
 from deltawire.live.gateway.shadow import RequestCopy, ShadowCopies, facts_of
 from deltawire.serving.app import (
     ANSWER,
+    ANSWERS,
     KEY,
     MODEL,
+    MODELS,
     REPLICAS,
     SERVER_ERROR,
     SESSION,
+    WARNINGS,
     WRITE_WITHIN_S,
     Tries,
     break_off,
@@ -66,6 +73,9 @@ from deltawire.serving.bodies import BodyBudget, read_body
 from deltawire.serving.replica_set import TrackedReplica
 from deltawire.wire.captures import FAILED, LEFT, TIMED_OUT
 
+if TYPE_CHECKING:
+    from deltawire.live.gateway.metrics import GatewayMetrics
+
 USER_HEADER = "x-deltawire-user"
 CONVERSATION_HEADER = "x-deltawire-conversation"
 TASK_HEADER = "x-deltawire-task"
@@ -82,6 +92,10 @@ AT_ONCE = 16 << 10
 """A smaller piece goes into the empty buffer of a connection without waiting."""
 FAILED_EVENT = b'{"error":{"message":"the replica failed","type":"RetryError","code":500}}'
 """Takes the place of a stream's event that is no answer: it may name the replica or its version."""
+CLIENT_LEFT = 499
+"""The status by which requests are counted whose client left before the end."""
+COUNTED = frozenset({*ANSWERS, MODELS, "/v1/feedback", WEBHOOK})
+"""Routes that are counted: a client can ask for any other path."""
 FAILURES = frozenset({408, 425, 429})
 """Lower statuses by which a replica, or this server for it, does not answer what it could."""
 
@@ -106,14 +120,20 @@ class LiveCalls:
         self._defaults = defaults
         self._secret = webhook_secret
         self._webhooks = BodyBudget(WEBHOOKS_BYTES)
+        self._metrics: GatewayMetrics | None = None
+        self._ids = AnswerIds()
 
     def add_to(self, app: web.Application) -> None:
         """Adds the calls to an application of `deltawire.serving.app.build_app`."""
-        app[ANSWER] = self._answer
+        app[ANSWER], app[WARNINGS] = self._answer, self._recorder.warnings
         app.router.add_post("/v1/feedback", self._feedback)
         if self._secret:
             app.router.add_post(WEBHOOK, self._webhook)
+        app.router.add_get("/v1/receipts/{answer}", self._receipts_of)
         app.router.add_get("/live/state", self._state)
+        app.router.add_get("/metrics", self._metrics_text)
+        self._metrics = _metrics_of(self._recorder, app)
+        app.middlewares.append(self._measure)
 
         async def life(app: web.Application) -> Any:
             self._recorder.start(asyncio.get_running_loop())
@@ -129,6 +149,51 @@ class LiveCalls:
             await asyncio.to_thread(self._recorder.close)
 
         app.cleanup_ctx.append(life)
+
+    @web.middleware
+    async def _measure(
+        self, request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Counts a request that has passed the check of its token."""
+        metrics = self._metrics
+        if metrics is None or path_of(request) not in COUNTED:
+            return await handler(request)
+        began, status = time.monotonic(), 500
+        _EXCHANGE.set(None)  # A connection's requests share a context.
+        try:
+            answer = await handler(request)
+            status = answer.status
+            return answer
+        except asyncio.CancelledError:
+            status = CLIENT_LEFT
+            raise
+        except (InputError, RetryError) as error:
+            status = 400 if isinstance(error, InputError) else 503
+            raise
+        except web.HTTPException as error:
+            status = error.status
+            raise
+        finally:
+            exchange = _EXCHANGE.get()
+            metrics.answered(
+                path_of(request),
+                exchange.arm if exchange else "",
+                status,
+                ended=exchange.finish if exchange else "whole",
+                first_s=exchange.first_s if exchange else 0.0,
+                whole_s=time.monotonic() - began,
+            )
+
+    @needs("admin")
+    async def _metrics_text(self, request: web.Request) -> web.StreamResponse:
+        del request
+        if self._metrics is None:
+            hint = "pip install 'deltawire[metrics]' where the gateway runs"
+            return error_answer(501, InputError("prometheus-client is not installed", hint=hint))
+        return web.Response(
+            body=await asyncio.to_thread(self._metrics.text),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = with_model(await read_body(request), request.app[MODEL])
@@ -150,7 +215,11 @@ class LiveCalls:
         if asked.chat and not session:
             session = served.affinity
         body = asked.for_replica(capture=served.capture)
-        exchange = _LiveExchange(served, self._recorder, reveal=is_admin(request))
+        exchange = _LiveExchange(served, self._recorder, self._ids, reveal=is_admin(request))
+        _EXCHANGE.set(exchange)
+        metrics = self._metrics
+        if metrics is not None:
+            metrics.began(exchange.arm)
         try:
             with exchange.due_after(self._release.outcome_after_s):
                 answer = await to_replica(
@@ -160,6 +229,9 @@ class LiveCalls:
                     exchange.end(FAILED, "no replica takes requests")
                 return answer
         finally:
+            if metrics is not None:
+                metrics.ended(exchange.arm)
+            self._ids.dropped(exchange.name)
             self._offer(request, served, body, exchange.facts)
 
     def _offer(
@@ -171,6 +243,14 @@ class LiveCalls:
             return
         if served.asked.body.get("n") in (None, 1):
             copies.offer(RequestCopy(path_of(request), body, served.user, facts))
+
+    async def _receipts_of(self, request: web.Request) -> web.StreamResponse:
+        found = self._ids.receipts(request.match_info["answer"])
+        if found is None:
+            return error_answer(404, InputError("this gateway knows no answer with this id"))
+        if not found:
+            return error_answer(409, RetryError("the answer has not ended", hint="ask again"))
+        return json_answer({"receipt": found[0], "receipts": found})
 
     async def _feedback(self, request: web.Request) -> web.StreamResponse:
         body = await read_body(request, limit=MAX_BODY_BYTES)
@@ -210,6 +290,18 @@ class LiveCalls:
         return json_answer(self._recorder.state())
 
 
+def _metrics_of(recorder: Recorder, app: web.Application) -> GatewayMetrics | None:
+    """Returns the gateway's metrics; None where Prometheus' client is not installed."""
+    try:
+        from deltawire.live.gateway.metrics import GatewayMetrics
+    except ModuleNotFoundError as error:
+        if error.name != "prometheus_client":
+            raise
+        return None
+    replicas = app[REPLICAS]
+    return GatewayMetrics(lambda: recorder.state().counts, replicas.taking_requests)
+
+
 class _ClientLeft(Exception):  # noqa: N818  (it names an event of a request)
     """The client took no more of its answer."""
 
@@ -221,7 +313,11 @@ class _LiveExchange:
     leaving, or that it was still under way when its outcome was due.
     """
 
-    def __init__(self, served: ServedRequest, recorder: Recorder, *, reveal: bool) -> None:
+    def __init__(
+        self, served: ServedRequest, recorder: Recorder, ids: AnswerIds, *, reveal: bool
+    ) -> None:
+        self.name = ids.new()
+        self._ids = ids
         asked = served.asked
         self._shown = ClientView(
             ids=asked.ids, logprobs=asked.logprobs, reveal=reveal, model=asked.given.get("model")
@@ -233,8 +329,20 @@ class _LiveExchange:
         self._has_row = False
         self._was_tried = False
         self._storing: asyncio.Future[list[str]] | None = None
+        self.finish = "whole"
+        """How the answer ended: ``whole``, or a word of `ENDED_EARLY`."""
         self.facts: AnswerFacts | None = None
         """The facts of the answer once it has ended, by its end or by the replica's failure."""
+
+    @property
+    def arm(self) -> str:
+        """The arm that the user is assigned to."""
+        return self._served.assignment.arm
+
+    @property
+    def first_s(self) -> float:
+        """The seconds until the first token; 0 before it."""
+        return self._first_s
 
     @contextlib.contextmanager
     def due_after(self, seconds: float) -> Iterator[None]:
@@ -254,6 +362,7 @@ class _LiveExchange:
         it."""
         if not self._has_row:
             self._has_row = True
+            self.finish = finish
             waited_s = self._first_s or time.monotonic() - self._began
             if finish == FAILED:
                 self.facts = AnswerFacts(finish=FAILED, first_s=waited_s)
@@ -285,6 +394,7 @@ class _LiveExchange:
             stream = self._served.asked.stream
             async with call_replica(request, member, body, stream=stream) as (upstream, pieces):
                 headers = headers_for(request, member, upstream)
+                headers[ANSWER_HEADER] = self.name
                 if upstream.status >= SERVER_ERROR:
                     tries.answered(member, upstream.status)
                 if upstream.status == 200 and "event-stream" in headers.get("Content-Type", ""):
@@ -324,7 +434,9 @@ class _LiveExchange:
             )
         )
         # A client that leaves now does not keep its answer from being stored.
-        return await asyncio.shield(self._storing)
+        receipts = await asyncio.shield(self._storing)
+        self._ids.ended(self.name, receipts)
+        return receipts
 
     async def _whole(
         self,
@@ -407,6 +519,10 @@ class _LiveExchange:
         if self._shown.reveal:
             member["revealed"] = [self._recorder.revealed(text) for text in receipts]
         return _with_member(data, member)
+
+
+_EXCHANGE: ContextVar[_LiveExchange | None] = ContextVar("deltawire_exchange", default=None)
+"""The exchange of the request that is being answered, for its metrics."""
 
 
 async def _write(request: web.Request, answer: web.StreamResponse, data: bytes) -> None:

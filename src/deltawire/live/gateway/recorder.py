@@ -19,18 +19,24 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from deltawire.config.retention import RetainConfig
 from deltawire.errors import CorruptError, DeltawireError
 from deltawire.live.capture.consent import ConsentRule
 from deltawire.live.capture.names import normalize_name
 from deltawire.live.capture.redaction import Redaction
 from deltawire.live.capture.spool import Spool
 from deltawire.live.capture.uploader import UPLOAD_EVERY_S, SpooledStream, SpoolUploader
+from deltawire.live.compaction.maintenance import (
+    MaintenanceThread,
+    days_of,
+    gateway_compactors,
+)
 from deltawire.live.deployment_secret import DeploymentSecret
 from deltawire.live.feedback.detectors import DetectorRates
 from deltawire.live.feedback.identities import ReportIdentities
@@ -78,12 +84,14 @@ _LOG = logging.getLogger("deltawire.live")
 
 @dataclass(frozen=True, kw_only=True)
 class RecorderOptions:
-    """The deployment's rules. ``keep_text`` also stores the redacted conversations as text."""
+    """The deployment's rules. ``keep_text`` also stores the redacted conversations as text, and
+    ``retain`` says for how many days what is stored stays."""
 
     consent: ConsentRule = field(default_factory=ConsentRule)
     keep_text: bool = False
     spool_bytes: int = DEFAULT_SPOOL_BYTES
     limits: FeedbackLimits = field(default_factory=FeedbackLimits)
+    retain: RetainConfig = field(default_factory=RetainConfig)
 
 
 class Recorder:
@@ -91,7 +99,7 @@ class Recorder:
 
     ``folder`` is the gateway's state: its name, its spools, the ids of reports. It belongs to one
     process at a time. Pseudonyms and receipts follow from ``secret``, and ``reread`` returns it
-    again when the bucket may name another generation.
+    again when the bucket may name another generation; ``reconsent`` returns the consent rule again.
 
     Example::
 
@@ -109,8 +117,12 @@ class Recorder:
         options: RecorderOptions | None = None,
         *,
         reread: Callable[[], DeploymentSecret] | None = None,
+        reconsent: Callable[[], ConsentRule] | None = None,
     ) -> None:
         self.options = options or RecorderOptions()
+        self.consent = self.options.consent
+        self.consent_fault = ""
+        self._reconsent = reconsent
         self.secret = secret
         self.secret_fault = ""
         self._reread = reread
@@ -154,18 +166,34 @@ class Recorder:
             at_end=self._at_end,
             every_s=UPLOAD_EVERY_S,
         )
+        self.maintenance = MaintenanceThread(
+            gateway_compactors(bucket, self.name), days_of(self.options.retain)
+        )
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the uploads; stored rows are reported to ``loop``."""
+        """Starts uploads and maintenance; stored rows are reported to ``loop``."""
         self._loop = loop
         self.uploader.start()
+        self.maintenance.start()
 
     def close(self) -> None:
         """Uploads what can be uploaded and closes the spools; the rest waits on disk."""
+        self.maintenance.close()
         self.uploader.close()
         self.captures.close()
         self.feedback.close()
         self._identities.close()
+
+    def warnings(self) -> list[str]:
+        """Returns what keeps data from the bucket, in words that name no place."""
+        found = []
+        if self.uploader.alarm:
+            found.append("answers and feedback wait on this machine: the bucket takes none")
+        if self.captures.lost or self.feedback.lost:
+            found.append("answers or feedback were lost: the spool was full or the disk failed")
+        if self.maintenance.alarm:
+            found.append("stored segments are not compacted")
+        return found
 
     def state(self) -> GatewayState:
         """Returns the gateway's secret by its fingerprints, counters and rates."""
@@ -178,6 +206,8 @@ class Recorder:
             "spooled_bytes": self.captures.size + self.feedback.size,
             "uploaded_rows": self.uploader.uploaded,
             "damaged_segments": self.uploader.damaged,
+            "compacted_segments": self.maintenance.compacted,
+            "expired_rows": self.maintenance.expired,
         }
         return GatewayState(
             gateway=self.name,
@@ -214,7 +244,7 @@ class Recorder:
             asked,
             conversation,
             user,
-            known and self.options.consent.allows(names["capture"], lives[0][0]),
+            known and self.consent.allows(names["capture"], lives[0][0]),
             self.assign(assigned, conversation),
             names["task"][:256],
             names["cohort"][:64],
@@ -441,6 +471,7 @@ class Recorder:
         if due:
             self._read_forgotten()
             self._read_secret()
+            self._read_consent()
         if due or self.generation() is not None:  # A canary waits for `uploaded_until`.
             self._bucket.put(keys.live_gateway(self.name), encode_json(self.state()))
         if due:
@@ -463,6 +494,21 @@ class Recorder:
             self.secret_fault = error.message
         else:
             self.secret_fault = ""
+
+    def _read_consent(self) -> None:
+        """Takes the consent rule as it is now. One that cannot be read stores nothing by its list:
+        it may have been shortened by users who withdrew."""
+        if self._reconsent is None:
+            return
+        try:
+            self.consent = self._reconsent()
+        except DeltawireError as error:
+            if error.message != self.consent_fault:
+                _LOG.error("cannot read who agreed to storing, so nobody counts: %s", error)
+            self.consent_fault = error.message
+            self.consent = replace(self.consent, users=frozenset())
+        else:
+            self.consent_fault = ""
 
     def _read_forgotten(self) -> frozenset[str]:
         self.readmitted = readmitted_users(self._bucket)

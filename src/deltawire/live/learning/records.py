@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from deltawire.errors import CorruptError
 from deltawire.live.forgotten import forgotten_users
+from deltawire.runtime.compacted_segments import compacted_owners, newer_than, read_compacted
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.captures import (
@@ -14,13 +16,19 @@ from deltawire.wire.captures import (
     Capture,
     Feedback,
     Source,
+    decode_rows,
     decode_segment,
 )
+from deltawire.wire.compacted import CompactedName, Stream
+
+COMPACTED_EVERY = 16
+"""Every so many polls look for gateways whose segments were all compacted."""
 
 
 class LiveRecords:
     """Answers by id, and the reports about each by their id.
 
+    Segments that were compacted are read in their larger objects.
     An answer or a report that two segments hold counts once: the first that was read. Rows of users
     that were forgotten do not count, nor do answers that may not be stored, of which a row only
     judges their arm, unless ``judges``. ``counts`` are totals of rows. Segments that cannot be read
@@ -44,12 +52,17 @@ class LiveRecords:
         self._bucket = bucket
         self._read: dict[str, str] = {}
         self._unread: dict[str, tuple[str, type[Capture] | type[Feedback]]] = {}
-        """Listed segments that no poll could read yet."""
+        """Listed segments that no poll could read yet, compacted ones too."""
+        self._compacted: dict[tuple[str, str], set[str]] = {}
+        """The names of the compacted segments that were read, by stream and gateway."""
+        self._polls = 0
 
     def poll(self) -> int:
         """Reads new segments, and returns how many rows were new. Raises `RetryError`."""
         self.poll_forgotten()
-        return self._poll(keys.LIVE_CAPTURES, Capture) + self._poll(keys.LIVE_FEEDBACK, Feedback)
+        found = self._poll("captures", Capture) + self._poll("feedback", Feedback)
+        self._polls += 1
+        return found
 
     @property
     def alarm(self) -> str:
@@ -70,17 +83,91 @@ class LiveRecords:
             self._drop(gone)
         return gone
 
-    def _poll(self, prefix: str, kind: type[Capture] | type[Feedback]) -> int:
+    def _poll(self, stream: Stream, kind: type[Capture] | type[Feedback]) -> int:
+        prefix = f"{keys.LIVE}{stream}/"
         found = sum(
-            self._read_segment(key, *self._unread[key])
+            self._read_again(key, *self._unread[key])
             for key in list(self._unread)
-            if key.startswith(prefix)
+            if key.startswith((prefix, f"{keys.LIVE_COMPACTED}{stream}/"))
         )
-        for gateway in self._bucket.list_prefixes(prefix):
+        gateways = set(self._bucket.list_prefixes(prefix))
+        every = self._polls % COMPACTED_EVERY == 0
+        if every:  # All segments of a gateway that has stopped may be compacted.
+            gateways.update(compacted_owners(self._bucket, stream))
+        for gateway in sorted(gateways):
             place = f"{prefix}{gateway}/"
-            for key in self._bucket.list(place, after=self._read.get(place)):
+            last = self._read.get(place)
+            listed = list(self._bucket.list(place, after=last))
+            if every or _has_gap(listed, last):
+                found += self._read_compacted(stream, gateway, kind, last)
+            for key in listed:
                 found += self._read_segment(key, gateway, kind)
                 self._read[place] = key
+        return found
+
+    def _read_compacted(
+        self,
+        stream: Stream,
+        gateway: str,
+        kind: type[Capture] | type[Feedback],
+        last: str | None,
+    ) -> int:
+        """Reads the compacted segments with rows of segments after ``last`` that were not read."""
+        number = None if last is None else keys.trailing_number(last)
+        names = newer_than(self._bucket, stream, gateway, number)
+        return sum(
+            self._read_one_compacted(name, gateway, kind)
+            for name in names
+            if name.name not in self._compacted.setdefault(name[:2], set())
+        )
+
+    def _wanted(self, name: CompactedName) -> bool:
+        """Returns whether a compacted segment has rows that are looked for, by its index."""
+        del name
+        return True
+
+    def _read_one_compacted(
+        self, name: CompactedName, gateway: str, kind: type[Capture] | type[Feedback]
+    ) -> int:
+        """Reads a compacted segment; one that cannot be read is read again by the next polls, and
+        one that is gone is in a larger one, which is read in its place."""
+        try:
+            rows = read_compacted(self._bucket, name) if self._wanted(name) else []
+            encoded = [row.data for row in rows or ()]
+            decoded = decode_rows(encoded, kind, run=self._bucket.url, key=name.key)
+        except CorruptError:
+            # Nothing is deleted or consumed for it: it waits, and is the alarm.
+            self._unread[name.key] = gateway, kind
+            return 0
+        if rows is None:
+            self._unread[name.key] = gateway, kind
+            return 0
+        self._unread.pop(name.key, None)
+        self._compacted.setdefault(name[:2], set()).add(name.name)
+        found = 0
+        for numbered, row in zip(rows, decoded, strict=True):
+            self._at(gateway, numbered.number)
+            found += self._add(row)
+        return found
+
+    def _at(self, gateway: str, number: int) -> None:
+        """Says which segment the next rows come from."""
+
+    def _read_again(self, key: str, gateway: str, kind: type[Capture] | type[Feedback]) -> int:
+        """Reads what the last polls could not read: it may have been compacted meanwhile."""
+        stream: Stream = "captures" if kind is Capture else "feedback"
+        name = CompactedName.of(stream, gateway, key)
+        if name is None:
+            found = self._read_segment(key, gateway, kind)
+        else:
+            found = self._read_one_compacted(name, gateway, kind)
+        if key not in self._unread or self._bucket.is_listed(key):
+            return found
+        # Gone: its rows are in a compacted segment, which was stored before it was deleted.
+        number = keys.trailing_number(key) if name is None else name.span[0]
+        before = f"{keys.LIVE}{stream}/{gateway}/{number - 1:010d}" if number else None
+        found += self._read_compacted(stream, gateway, kind, before)
+        self._unread.pop(key, None)
         return found
 
     def _read_segment(self, key: str, gateway: str, kind: type[Capture] | type[Feedback]) -> int:
@@ -92,10 +179,7 @@ class LiveRecords:
         try:
             data = self._bucket.get(key, limit=MAX_SEGMENT_BYTES)
             if data is None:
-                if key in self._unread and not self._bucket.is_listed(key):
-                    self._unread.pop(key)
-                else:
-                    self._unread[key] = gateway, kind
+                self._unread[key] = gateway, kind
                 return 0
             rows = decode_segment(
                 data, kind, gateway=gateway, number=number, run=self._bucket.url, key=key
@@ -105,6 +189,7 @@ class LiveRecords:
             self._unread[key] = gateway, kind
             return 0
         self._unread.pop(key, None)
+        self._at(gateway, number)
         return sum(self._add(row) for row in rows)
 
     def _add(self, row: Capture | Feedback) -> bool:
@@ -129,3 +214,11 @@ class LiveRecords:
         for answer, about in list(self.reports.items()):
             kept = {name: row for name, row in about.items() if row.user not in users}
             self.reports[answer] = kept
+
+
+def _has_gap(listed: Sequence[str], last: str | None) -> bool:
+    """Returns whether numbers are missing between the last segment that was read and those that
+    are listed: they may be compacted."""
+    numbers = [keys.trailing_number(key) for key in (*([last] if last else ()), *listed)]
+    found = [number for number in numbers if number is not None]
+    return any(after != before + 1 for before, after in itertools.pairwise(found))

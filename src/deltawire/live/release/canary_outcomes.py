@@ -24,9 +24,11 @@ from deltawire.live.release.evidence import CanaryTests, Evidence, HeldoutAccura
 from deltawire.live.release.lineage import with_lineage_margin
 from deltawire.live.release.outcomes import OutcomeRules, SettledAnswer
 from deltawire.live.release.upload_progress import complete_until
+from deltawire.runtime.compacted_segments import read_index
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import Bucket
 from deltawire.wire.captures import Capture, Feedback
+from deltawire.wire.compacted import CompactedName
 from deltawire.wire.decisions import Decision
 
 CANDIDATE_ACCURACY, SERVING_ACCURACY = "candidate_accuracy", "serving_accuracy"
@@ -56,6 +58,7 @@ class CanaryRecords(LiveRecords):
         self._decision: Decision | None = None
         self._since = float("inf")
         self._before: dict[str, str] = {}
+        self._compacted_before: dict[tuple[str, str], set[str]] = {}
 
     def follow(self, decision: Decision, *, since: float) -> None:
         """Keeps rows of this canary from now on. Those that the last poll read, when the decision
@@ -65,13 +68,20 @@ class CanaryRecords(LiveRecords):
         self.settled.clear()
         self._decision, self._since = decision, since
         self._read = dict(self._before)
+        self._compacted = {place: set(names) for place, names in self._compacted_before.items()}
 
     def poll(self) -> int:
         """Reads new segments, and returns how many rows of the canary were new."""
         before = dict(self._read)
+        compacted = {place: set(names) for place, names in self._compacted.items()}
         found = super().poll()
-        self._before = before
+        self._before, self._compacted_before = before, compacted
         return found
+
+    def _wanted(self, name: CompactedName) -> bool:
+        """Leaves out compacted segments whose rows are all from before this canary."""
+        index = read_index(self._bucket, name)
+        return index is None or index.newest >= self._since
 
     def _add(self, row: Capture | Feedback) -> bool:
         served_at = row.at if isinstance(row, Capture) else row.served_at

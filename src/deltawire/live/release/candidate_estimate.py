@@ -40,11 +40,13 @@ from deltawire.live.release.off_policy import (
 )
 from deltawire.live.release.outcomes import METRIC, OutcomeRules
 from deltawire.rl.rollout.policy_server import ServedPolicy
+from deltawire.runtime.compacted_segments import newer_than, stored_owners
 from deltawire.runtime.process import Process
 from deltawire.train.batch import collate
 from deltawire.train.policy import token_logprobs
 from deltawire.wire import keys
 from deltawire.wire.captures import Capture, Feedback
+from deltawire.wire.compacted import Stream
 from deltawire.wire.rollouts import Group
 
 MAX_TOKENS = 1 << 19
@@ -70,14 +72,16 @@ class RecentAnswers(LiveRecords):
         records.poll()
     """
 
-    def _poll(self, prefix: str, kind: type[Capture] | type[Feedback]) -> int:
-        for gateway in self._bucket.list_prefixes(prefix):
-            place = f"{prefix}{gateway}/"
-            if place not in self._read:
-                found = list(self._bucket.list(place))
-                if len(found) > FIRST_SEGMENTS:
-                    self._read[place] = found[-FIRST_SEGMENTS - 1]
-        new = super()._poll(prefix, kind)
+    def _poll(self, stream: Stream, kind: type[Capture] | type[Feedback]) -> int:
+        for gateway in stored_owners(self._bucket, stream):
+            place = keys.live_segments(stream, gateway)
+            if place in self._read:
+                continue
+            listed = [keys.trailing_number(key) or 0 for key in self._bucket.list(place)]
+            listed += [name.span[1] for name in newer_than(self._bucket, stream, gateway, None)]
+            if listed and max(listed) >= FIRST_SEGMENTS:
+                self._read[place] = f"{place}{max(listed) - FIRST_SEGMENTS:010d}"
+        new = super()._poll(stream, kind)
         if kind is Feedback:
             self._keep_newest()
         return new
@@ -122,7 +126,7 @@ class CandidateEstimator:
             return None
         began = time.monotonic()
         try:
-            if not any(True for _ in self._bucket.list_prefixes(keys.LIVE_CAPTURES)):
+            if not stored_owners(self._bucket, "captures"):
                 return None
             self._records.poll()
             self._rules = self._rules or OutcomeRules(self._live)

@@ -23,7 +23,6 @@ from deltawire.live.learning.records import LiveRecords
 from deltawire.live.learning.rewards import RewardRules, values_of
 from deltawire.reward_monitor.monitor import ALARM, Monitor, ProbeState
 from deltawire.store import Bucket
-from deltawire.wire import keys
 from deltawire.wire.captures import ENDED_EARLY, Capture, Feedback, Mark
 from deltawire.wire.rollouts import Group, Trajectory
 
@@ -50,9 +49,8 @@ class PlacedRecords(LiveRecords):
         self.places: dict[str, tuple[str, int]] = {}
         self._place = ("", 0)
 
-    def _read_segment(self, key: str, gateway: str, kind: type[Capture] | type[Feedback]) -> int:
-        self._place = (gateway, keys.trailing_number(key) or 0)
-        return super()._read_segment(key, gateway, kind)
+    def _at(self, gateway: str, number: int) -> None:
+        self._place = (gateway, number)
 
     def _add(self, row: Capture | Feedback) -> bool:
         if not isinstance(row, Capture):

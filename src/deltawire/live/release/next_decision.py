@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from deltawire.config.release import ReleaseConfig
+from deltawire.display import time_of
 from deltawire.errors import InputError
 from deltawire.live.release.evidence import CanaryTests, Evidence
 from deltawire.live.release.hold_back import HoldBackEvidence, with_hold_back
@@ -313,7 +314,7 @@ def _pass_gate(
     if failed := [one.words for one in findings if one.failed]:
         reason = f"evaluation gate: {'; '.join(failed)}"
         return make.stop_at_gate(before, release.pause_s, reason, figures)
-    reason = "passed the evaluation gate"
+    reason = "passed the evaluation gate" if release.gate else "no evaluation gate"
     if undecided := [one.words for one in findings if one.below]:
         waited = before.verdict == "hold" and situation.now >= before.at + release.gate_wait_s
         if not waited:
@@ -389,12 +390,14 @@ def decide_by_hand(
     now: float,
     reason: str = "",
     target: ServedVersion | None = None,
+    again: bool = False,
 ) -> Decision:
     """Returns a person's decision: ``promote`` the candidate or the ``target``, ``hold`` the
     candidate until a person decides, unseen by users, or ``rollback`` the candidate or, without
-    one, to the version that served before or to the ``target``.
+    one, to the version that served before or to the ``target``. A version that was rolled back, or
+    that has the weights of one, is promoted only ``again``.
 
-    Raises `InputError` if there is nothing to decide about.
+    Raises `InputError` if there is nothing to decide about, and for such a version.
     """
     before, make = log.newest, _Maker(log, now, by)
     if before is None:
@@ -414,6 +417,8 @@ def decide_by_hand(
             raise InputError("there is no candidate to promote", hint="name one: --version N")
         if chosen == before.serving:
             raise InputError(f"version {chosen.version} serves already")
+        if not again:
+            _refuse_rolled_back(log, chosen)
         return make.decision("promote", chosen, reason=reason or "promoted by hand")
     if candidate is not None and target is None:
         return make.decision(
@@ -427,3 +432,64 @@ def decide_by_hand(
             hint="name the version to restore: --version N",
         )
     return make.decision("rollback", chosen, before.serving, reason=reason or "rolled back by hand")
+
+
+def _refuse_rolled_back(log: DecisionLog, chosen: ServedVersion) -> None:
+    """Raises `InputError` if a version, or one with its weights, was rolled back."""
+    for one in reversed(log.decisions):
+        taken = one.candidate if one.verdict == "rollback" else None
+        if taken is not None and taken.digest == chosen.digest:
+            same = "" if taken.version == chosen.version else f", as version {taken.version},"
+            raise InputError(
+                f"version {chosen.version}{same} was rolled back at {time_of(one.at)} by "
+                f"{one.by}: {one.reason}",
+                hint="deltawire live promote --again promotes it all the same",
+            )
+
+
+def canary_by_hand(
+    log: DecisionLog,
+    target: ServedVersion,
+    share: float,
+    *,
+    by: str,
+    now: float,
+    reason: str = "",
+    generation: int = 0,
+) -> Decision | None:
+    """Returns the next decision that a person's canary of ``target`` at a ``share`` of users needs:
+    it becomes the candidate first, without a gate, and is then shown. None once it is shown to so
+    many. The tests of any canary judge it, and spend the same error rate, once for each version: a
+    version that was tried until it passes would pass.
+
+    Raises `InputError` if another candidate is undecided, if the version was shown to users in an
+    earlier canary, or was rolled back.
+    """
+    before, make = log.newest, _Maker(log, now, by, generation)
+    if before is None:
+        raise InputError("no version serves by decision yet", hint="promote one: --version N")
+    if target.digest == before.serving.digest:
+        raise InputError(f"version {target.version} serves already, or has the same weights")
+    if not 0 < share < 1:
+        raise InputError("the share of a canary is above 0 and below 1")
+    reason = reason or "begun by hand"
+    candidate = before.candidate if before.verdict in UNDECIDED else None
+    if candidate is not None and candidate != target:
+        raise InputError(
+            f"version {candidate.version} is undecided",
+            hint="deltawire live rollback takes it back",
+        )
+    if candidate is not None and before.share:
+        if before.verdict == "canary" and share <= before.share:
+            return None
+        return make.canary(before, share, reason, {})
+    shown = [one for one in log.decisions if one.share and one.candidate is not None]
+    if target.version in log.rejected() or any(one.candidate == target for one in shown):
+        raise InputError(
+            f"version {target.version} was shown to users in a canary before, or was rolled back: "
+            "its error rate is spent",
+            hint="deltawire live promote --version N serves it to all users",
+        )
+    if candidate is None:
+        return make.decision("gate", before.serving, target, reason=f"{reason}; without a gate")
+    return make.canary(before, share, reason, {})

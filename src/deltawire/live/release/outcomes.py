@@ -147,12 +147,17 @@ class OutcomeRules:
         """Returns the values of one unit, of whose answers each is given with its reports: the mean
         metric, and the largest value of each guardrail. A guardrail that needs the text of answers
         has no value if the user of the first one, the earliest, did not agree to its storing: that
-        was so before an arm answered, so it leaves out both arms' users alike."""
+        was so before an arm answered, so it leaves out both arms' users alike. An answer that its
+        arm could not give has the worst metric, however satisfied its user was with another
+        version's."""
         rows = []
         for answer, reports in answers:
             row = self.values(answer, reports)
-            if "error" in row and (answer.retried or not drawn_by_its_arm(answer, decision)):
+            mine = drawn_by_its_arm(answer, decision)
+            if "error" in row and (answer.retried or not mine):
                 row["error"] = 1.0
+            if not mine:
+                row[METRIC] = 0.0
             rows.append(row)
         found = {name: max(row[name] for row in rows if name in row) for name in rows[0]}
         return found | {METRIC: math.fsum(row[METRIC] for row in rows) / len(rows)}

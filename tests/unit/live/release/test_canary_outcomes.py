@@ -131,6 +131,20 @@ def test_an_answer_that_a_second_replica_gave_is_an_error_in_each_arm(arm, versi
         assert found["error"] == float(retried)
 
 
+@pytest.mark.parametrize(
+    ("arm", "drawn", "metric"),
+    [(CANDIDATE, 2, 1.0), (CANDIDATE, 0, 0.0), (SERVING, 0, 1.0), (SERVING, 2, 0.0)],
+)
+def test_an_arm_gains_nothing_from_answers_of_another_version(arm, drawn, metric):
+    """A candidate whose only replica is left out has users whom the serving version satisfies: it
+    was once compared by their reports."""
+    rules = OutcomeRules(Canary(metric="accept").config.live)
+    decision = Canary().begin().log.newest
+    found = rules.outcome([(shown(1, arm, spans=[(drawn, 4)]), [report(1)])], decision)
+    assert found[METRIC] == metric
+    assert found["error"] == 1 - metric
+
+
 def test_an_answer_that_may_not_be_stored_counts_for_what_is_known_of_it():
     canary = Canary().begin()
     canary.put(

@@ -1,0 +1,69 @@
+"""Erasing: takes users out of the compacted segments of a stream (`storing` has the protocol)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Set
+
+from deltawire.live.compaction.storing import replace_compacted, void_pending
+from deltawire.live.compaction.stream_rows import StreamRows
+from deltawire.runtime.compacted_segments import (
+    CompactedListing,
+    compacted_owners,
+    list_compacted,
+    require_compacted,
+    require_index,
+)
+from deltawire.store import Bucket
+from deltawire.wire.compacted import CompactedName
+
+
+def erase_compacted(
+    bucket: Bucket,
+    rows_of: StreamRows,
+    users: Set[str],
+    *,
+    writer: Callable[[str], Bucket] | None = None,
+) -> Counter[str]:
+    """Takes ``users`` out of all compacted segments of a stream; returns in how many rows each was.
+
+    ``writer`` returns the bucket that may store objects of an owner. Reads the indexes, and only
+    the segments that hold one of the users. Raises `UnreadableError` for an object that cannot be
+    read, because it may hold one.
+    """
+    found: Counter[str] = Counter()
+    for owner in compacted_owners(bucket, rows_of.stream):
+        at = bucket if writer is None else writer(owner)
+        listing = list_compacted(bucket, rows_of.stream, owner)
+        for place in listing.pending.keys() - listing.segments.keys():
+            void_pending(at, place)
+        for place in listing.names:
+            if _may_hold(bucket, listing, place, users):
+                found += _erase(at, rows_of, place, users)
+    return found
+
+
+def _may_hold(
+    bucket: Bucket, listing: CompactedListing, place: CompactedName, users: Set[str]
+) -> bool:
+    """Returns whether a segment, there or still to come, may hold one of the users."""
+    if place not in listing.indexes:
+        return True
+    index = require_index(bucket, place)
+    return index is None or not users.isdisjoint(index.users)
+
+
+def _erase(
+    bucket: Bucket, rows_of: StreamRows, place: CompactedName, users: Set[str]
+) -> Counter[str]:
+    rows = require_compacted(bucket, place)
+    if not rows:
+        # Void, or deleted after its rows were stored elsewhere: the index must not stay.
+        bucket.delete(place.index_key)
+        return Counter()
+    left = rows_of.without(rows, users)
+    if left is rows:
+        return Counter()
+    found = Counter(user for row in rows for user in rows_of.users(row) if user in users)
+    replace_compacted(bucket, rows_of, place, left)
+    return found

@@ -1,0 +1,92 @@
+"""Tokens and lists of users who agreed are read again while a gateway runs."""
+
+import asyncio
+
+import pytest
+from live_gateway import deployment_secret, live_serving, published
+
+from deltawire.errors import InputError
+from deltawire.launch import gateway
+from deltawire.launch.gateway import GatewayOptions, _TokenFiles
+from deltawire.live.capture.consent import ConsentRule, read_users
+from deltawire.serving.app import Tokens
+from deltawire.testing.tiny import start_run
+
+
+def test_a_user_who_withdraws_is_not_stored_from_then_on(tmp_path, monkeypatch):
+    bucket, listed = published(), tmp_path / "users"
+    pseudonyms = deployment_secret(bucket, start_run(bucket)).oldest.pseudonyms
+    listed.write_text("alice\n")
+
+    def consent():
+        return ConsentRule(users=read_users(str(listed), pseudonyms))
+
+    async def whole():
+        async with live_serving(
+            bucket, tmp_path / "state", monkeypatch, consent=consent(), reconsent=consent
+        ) as at:
+
+            async def stored(user):
+                at.recorder._state_at = float("-inf")
+                await at.uploaded()
+                before = len((await at.uploaded())[0])
+                assert (await at.ask(user=user, capture=""))[0] == 200
+                return len((await at.uploaded())[0]) - before
+
+            assert [await stored("alice"), await stored("bob")] == [1, 0]
+            listed.write_text("bob\n")
+            assert [await stored("alice"), await stored("bob")] == [0, 1]
+            listed.unlink()
+            assert [await stored("alice"), await stored("bob")] == [0, 0], (
+                "nobody is known to agree"
+            )
+            assert at.recorder.consent_fault
+            listed.write_text("bob\n")
+            assert await stored("bob") == 1
+            assert at.recorder.consent_fault == ""
+
+    asyncio.run(whole())
+
+
+def test_tokens_are_replaced_and_unusable_files_change_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(gateway, "TOKENS_EVERY_S", 0.0)
+    path = tmp_path / "token"
+    tokens = Tokens("first", "admin")
+    files = _TokenFiles(GatewayOptions(replicas=[], token_file=str(path)), tokens)
+    path.write_text("second\n")
+    files.poll()
+    assert (tokens.sampling, tokens.admin) == ("second", "admin")
+    for text in ("", "admin\n", "two\nlines"):
+        path.write_text(text)
+        files.poll()
+        assert (tokens.sampling, tokens.admin) == ("second", "admin")
+    assert "the tokens before stay in use" in caplog.text
+    assert "two" not in caplog.text.replace("two different tokens", "")
+    path.unlink()
+    files.poll()
+    assert tokens.sampling == "second"
+
+
+def test_tokens_from_the_environment_are_not_read_again(monkeypatch):
+    monkeypatch.setattr(gateway, "TOKENS_EVERY_S", 0.0)
+    tokens = Tokens("first", "admin")
+    _TokenFiles(GatewayOptions(replicas=[]), tokens).poll()
+    assert tokens.sampling == "first"
+
+
+def test_the_old_token_is_refused_once_it_is_replaced(tmp_path, monkeypatch):
+    async def whole():
+        async with live_serving(published(), tmp_path / "state", monkeypatch) as at:
+            assert (await at.call("GET", "/v1/models", "new"))[0] == 401
+            at.tokens.replace("new", "admin-secret")
+            assert (await at.call("GET", "/v1/models", "new"))[0] != 401
+            assert (await at.call("GET", "/v1/models", "sampling-secret"))[0] == 401
+            assert (await at.call("GET", "/live/state", "admin-secret"))[0] == 200
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("pair", [("", "a"), ("a", ""), ("a", "a")])
+def test_equal_or_empty_tokens_are_refused(pair):
+    with pytest.raises(InputError, match="two different tokens"):
+        Tokens(*pair)
