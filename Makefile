@@ -65,10 +65,8 @@ test: setup
 		$(PYTEST); tested=$$?; \
 		wait $$lint; linted=$$?; cat build/lint.log; exit $$((tested + linted))
 
-# Only the files that name the mark: each process would import five hundred others.
 drills: setup
-	$(if $(SHORT),,NEW_EXAMPLES=1) $(PYTEST) -m 'drills and not matrix$(if $(SHORT), and not long)' --drills $(or $(DRILLS),1) \
-		$$(grep -rl --include='test_*.py' --exclude-dir='on_*' drills tests)
+	$(if $(SHORT),,NEW_EXAMPLES=1) $(PYTEST) -m 'drills and not matrix$(if $(SHORT), and not long)' --drills $(or $(DRILLS),1)
 
 # vLLM and SGLang have their own environments; `make drills` builds them on first use too.
 engines:

@@ -144,14 +144,6 @@ def pytest_collection_modifyitems(items):
         return min((order[name] for name in order if path.startswith(name)), default=len(order))
 
     items.sort(key=place)
-    _require_named_drills(items)
-
-
-def _require_named_drills(items):
-    """Refuses a file with drills that does not name them: `make drills` would not collect it."""
-    marked = {item.path for item in items if item.get_closest_marker("drills")}
-    if unnamed := [str(path) for path in sorted(marked) if "drills" not in path.read_text()]:
-        raise pytest.UsageError(f"say pytest.mark.drills in {', '.join(unnamed)}")
 
 
 @pytest.hookimpl(optionalhook=True)  # Without xdist there is no such hook.
