@@ -30,6 +30,7 @@ from pathlib import Path
 
 import pytest
 import thread_leaks
+from interrupts import hear_interrupts
 from locked_versions import differences
 from skip_list import SkipList
 
@@ -86,13 +87,6 @@ def pytest_addoption(parser):
         action="store_true",
         help="fail if a test is skipped that tests/skips.toml does not list with its reason",
     )
-
-
-def hear_interrupts():
-    """Lets Ctrl-C interrupt again where a shell made a background job of this session: children
-    inherit that, and tests interrupt theirs."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 
-from conftest import hear_interrupts
+from interrupts import hear_interrupts
 
 PROGRAM = "import time; print('ready', flush=True); time.sleep(600)"
 
