@@ -182,15 +182,6 @@ def rounded_pass(attention: str, together: int) -> Callable[[Any, NDArray[np.int
     return run
 
 
-PASSES: dict[str, Callable[[Any, NDArray[np.int64]], Floats]] = {
-    "exact": lambda model, tokens: score(model, tokens, TOGETHER),
-    "fused": rounded_pass("sdpa", TOGETHER),
-    "eager": rounded_pass("eager", TOGETHER),
-    "single": rounded_pass("sdpa", 1),
-}
-"""The passes of torch over each version, in this order: only the first finds float32 weights."""
-
-
 def scores_of_vllm(
     model: Any, tokens: NDArray[np.int64], folder: Path, python: str
 ) -> Floats:  # pragma: no cover - needs vLLM's environment
@@ -245,3 +236,12 @@ def score(model: Any, tokens: NDArray[np.int64], together: int) -> Floats:
         logits = model(input_ids=part[:, :-1]).logits.float().log_softmax(-1)
         found.append(logits.gather(2, part[:, 1:, None])[..., 0].double().numpy())
     return np.concatenate(found)
+
+
+PASSES: dict[str, Callable[[Any, NDArray[np.int64]], Floats]] = {
+    "exact": lambda model, tokens: score(model, tokens, TOGETHER),
+    "fused": rounded_pass("sdpa", TOGETHER),
+    "eager": rounded_pass("eager", TOGETHER),
+    "single": rounded_pass("sdpa", 1),
+}
+"""The passes of torch over each version, in this order: only the first finds float32 weights."""
