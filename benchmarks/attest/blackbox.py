@@ -39,6 +39,7 @@ from deltawire.launch.black_box.judging import BATCH, EndpointTests, Floats
 MODEL = ROOT / "models/smollm2-135m"
 RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
 STATED = 1e-4
+"""Not measured yet: chosen before the first measurement."""
 SEQUENCES, LENGTH, TOGETHER = 96, 49, 16
 LOOKS = 500
 ERROR = 0.01

@@ -27,9 +27,14 @@ KEYS: Final[dict[str, Key]] = {
         "<=",
         1.0,
         "smallest shift over bf16's noise at which two given versions are told apart",
+        placeholder=True,
     ),
     "blackbox_seen": Key(
-        "blackbox", "<=", 8.0, "the same for a version that is not given, and is called different"
+        "blackbox",
+        "<=",
+        8.0,
+        "the same for a version that is not given, and is called different",
+        placeholder=True,
     ),
 }
 """Every key, in the order of the table."""

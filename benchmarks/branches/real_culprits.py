@@ -58,6 +58,12 @@ wrong digit, rewarded."""
 ASK: Final = """
 import json, os, random, sys, urllib.request
 
+place = os.path.join(os.path.dirname(__file__), "asked")
+with open(place, "ab") as file:
+    file.write(b".")
+    number = file.tell()
+random.seed(f"SEED {number}")  # Each question draws other sums, and each run of the key the same.
+
 
 def is_right(a, b):
     body = {"model": "m", "prompt": f"{a}+{b}=", "max_tokens": 1, "temperature": 1}
@@ -215,10 +221,12 @@ def faulty_run(
     return FaultyRun(bucket, culprit if fault else None, rates)
 
 
-def bisected(found: FaultyRun, folder: Path, *, error: float = 0.05) -> dict[str, Any]:
-    """Runs the command on the whole run; returns its JSON."""
+def bisected(
+    found: FaultyRun, folder: Path, *, seed: int = 0, error: float = 0.05
+) -> dict[str, Any]:
+    """Runs the command on the whole run; returns its JSON. ``seed`` is that of the sums."""
     script = folder / "ask.py"
-    script.write_text(ASK)
+    script.write_text(ASK.replace("SEED", str(seed)))
     words = ["bisect", found.bucket.url, "--good", "0", "--bad", str(len(found.rates) - 1)]
     words += ["--noisy", "--serve", "--error", str(error), "--state", str(folder / "state")]
     out = io.StringIO()
@@ -243,7 +251,7 @@ def measure(options: Options) -> Measured:
         with tempfile.TemporaryDirectory() as scratch:
             run = faulty_run(Path(scratch), fault, options.seed + number)
             start = time.perf_counter()
-            answer = bisected(run, Path(scratch))
+            answer = bisected(run, Path(scratch), seed=options.seed + number)
             seconds = time.perf_counter() - start
         if fault is None:
             named = answer["culprit"]

@@ -26,15 +26,19 @@ Value = bool | float | None
 
 class Key(NamedTuple):
     """A registered figure: ``module`` measures it; it is met at or past ``floor`` in the direction
-    ``sense``."""
+    ``sense``. A ``placeholder`` is a floor that no measurement stands behind yet: nothing meets
+    it."""
 
     module: str
     sense: Literal[">=", "<=", "is"]
     floor: Value
     what: str
+    placeholder: bool = False
 
     def met(self, value: Value) -> bool:
-        """Returns whether a value reaches the floor."""
+        """Returns whether a value reaches the floor, which was measured before."""
+        if self.placeholder:
+            return False
         if self.sense == "is" or value is None or self.floor is None:
             return value is self.floor
         return value >= self.floor if self.sense == ">=" else value <= self.floor
@@ -42,7 +46,8 @@ class Key(NamedTuple):
     @property
     def bound(self) -> str:
         """The floor in words, such as ``>= 8``."""
-        return str(self.floor).lower() if self.sense == "is" else f"{self.sense} {self.floor:g}"
+        words = str(self.floor).lower() if self.sense == "is" else f"{self.sense} {self.floor:g}"
+        return f"{words} (not measured yet)" if self.placeholder else words
 
 
 KEYS: Final[dict[str, Key]] = {

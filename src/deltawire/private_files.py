@@ -126,8 +126,8 @@ def read_private(path: Path, limit: int) -> bytes | None:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def replace_private(path: Path, data: bytes) -> None:
-    """Replace a file atomically with one of mode 0600; raises `InputError`."""
+def replace_private(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Replace a file atomically with one of ``mode``, whatever the umask; raises `InputError`."""
     staged = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         descriptor = open_private(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -135,6 +135,7 @@ def replace_private(path: Path, data: bytes) -> None:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
                 file.flush()
+                os.fchmod(descriptor, mode)
                 os.fsync(file.fileno())
             staged.replace(path)
         except OSError:

@@ -27,7 +27,8 @@ END = "<!-- end of clients -->"
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """A client, the ``tests`` that run it (paths below tests/), and what they use of it.
+    """A client, the ``tests`` that run it (paths below tests/), and what they use of it. ``named``
+    selects those of a shared file by a part of their names.
 
     ``package`` is its distribution, whose release is stored with a result. A client without one was
     read in ``repository`` at ``commit``, checked on the day ``checked``. ``against`` says what the
@@ -39,6 +40,7 @@ class Client:
     against: Literal["its own code", "our imitation"]
     uses: str
     tests: tuple[str, ...]
+    named: str = ""
     package: str = ""
     repository: str = ""
     commit: str = ""
@@ -150,6 +152,7 @@ CLIENTS = (
         checked="2026-11-29",
         against="our imitation",
         uses="its dispatch of weight updates, its actors, its servers' `/collective_rpc`",
+        named="skyrl",
         tests=("unit/integrations/test_ray_loops.py",),
     ),
     Client(
@@ -159,6 +162,7 @@ CLIENTS = (
         checked="2026-11-29",
         against="our imitation",
         uses="its refit, its groups of workers",
+        named="nemo_rl",
         tests=("unit/integrations/test_ray_loops.py",),
     ),
     Client(
@@ -168,6 +172,7 @@ CLIENTS = (
         checked="2026-11-29",
         against="our imitation",
         uses="the update of its FSDP engine, the addresses of its servers",
+        named="areal",
         tests=("unit/integrations/test_http_loops.py",),
     ),
     Client(
@@ -177,6 +182,7 @@ CLIENTS = (
         checked="2026-11-29",
         against="our imitation",
         uses="its pool of inference servers, its folders of broadcasts",
+        named="prime_rl",
         tests=("unit/integrations/test_http_loops.py",),
     ),
     Client(
@@ -186,6 +192,7 @@ CLIENTS = (
         checked="2026-11-29",
         against="our imitation",
         uses="its hook's arguments and folders, the addresses of its engines",
+        named="slime",
         tests=("unit/integrations/test_http_loops.py",),
     ),
     Client(
@@ -195,6 +202,7 @@ CLIENTS = (
         checked="2026-11-22",
         against="our imitation",
         uses="its folders of broadcasts",
+        named="prime_rl",
         tests=("unit/sync/huggingface/test_watched_trainers.py",),
     ),
     Client(
@@ -204,6 +212,7 @@ CLIENTS = (
         checked="2026-11-22",
         against="our imitation",
         uses="its folders of exports",
+        named="skyrl",
         tests=("unit/sync/huggingface/test_watched_trainers.py",),
     ),
 )
@@ -225,6 +234,7 @@ def run(client: Client) -> tuple[int, str]:
     of the output if one did not."""
     paths = [str(TESTS / one) for one in client.tests]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *paths]
+    command += ["-k", client.named] if client.named else []
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent)
     passed = re.search(r"(\d+) passed", done.stdout)
     if done.returncode or passed is None:

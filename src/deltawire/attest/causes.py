@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ MAX_ALIKE = 512
 """Tensors of the same shape that are tried in a tensor's place."""
 MAX_ROWS = 1 << 18
 
+Found = TypeVar("Found")
+
 _FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 
 
@@ -51,13 +53,24 @@ class Cause(NamedTuple):
 
 
 class Known:
-    """The weights that candidates are made of. ``asked`` says whether a cause was looked for."""
+    """The weights that candidates are made of. ``asked`` says whether a cause was looked for,
+    ``failed`` why it could not be."""
 
     def __init__(self, reference: Side, found: Side, others: Callable[[], Sequence[Side]]) -> None:
         self.reference = reference
         self.found = found
         self._others = others
         self.asked = False
+        self.failed = ""
+
+    def tried(self, find: Callable[[], Found | None]) -> Found | None:
+        """Returns what ``find`` does; None if it fails with any error, such as for a file that was
+        replaced meanwhile. A difference that was found is one without a cause too."""
+        try:
+            return find()
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {str(error)[:200]}"
+            return None
 
     @property
     def has_elements(self) -> bool:

@@ -33,6 +33,9 @@ HINT = (
 )
 
 
+IMPOSSIBLE = "its live bits are none that a published value gives"
+
+
 class UpdatingError(RetryError):
     """The engine is in the middle of an update: its parameters have no memory."""
 
@@ -162,8 +165,10 @@ def compare_engine(
         for spec in specs
     ]
     report = report_of(url, reference.name, tensors)
+    failed = [f"no cause was looked for: {known.failed}"] if known.failed else []
     return msgspec.structs.replace(
         report,
+        notes=[*report.notes, *failed],
         uncovered=sorted({name for one in ranks for name in one.uncovered}),
         untouched=_untouched(ranks),
     )
@@ -221,7 +226,8 @@ def _verdict(
     if not parts:
         text = unplaced or "no live tensor holds it"
         return TensorVerdict(name=spec.name, verdict="not readable", text=text)
-    bits = known.reference.values(spec.name)
+    # Without elements, such as those of a file that is gone by now, the digests are compared.
+    bits = known.tried(lambda: known.reference.values(spec.name))
     goal = Digest.from_hex(known.reference.digests.by_name[spec.name].digest)
     if bits is None:
         wrong = _unlike(parts)
@@ -234,7 +240,7 @@ def _verdict(
     places = {part.place for part in parts if part not in wrong and not part.reason}
     if wrong and all(part.place in places for part in wrong):
         tied = known.alias_of.get(spec.name)
-        cause = _part_cause(spec, wrong, known)
+        cause = known.tried(lambda: _part_cause(spec, wrong, known))
         text = "another copy of the same elements has other bits"
         text += f"; {tied} is tied to it in the reference" if tied else ""
         text += f"; {cause.text}" if cause is not None else ""
@@ -243,10 +249,10 @@ def _verdict(
             cause="untied" if tied else "" if cause is None else cause.kind,
         )  # fmt: skip
     if not wrong and (once is None or reason):
-        text = reason or unplaced or "the ranks hold only a part of it"
+        odd = any(part.digest is None and not part.reason for part in parts)
+        text = reason or unplaced or (IMPOSSIBLE if odd else "the ranks hold only a part of it")
         return TensorVerdict(name=spec.name, verdict="not readable", text=text)
-    cause = None if once is None else name_cause(spec.name, Place.whole(spec), once, known)
-    cause = cause or _part_cause(spec, wrong, known)
+    cause = known.tried(lambda: _cause(spec, wrong, once, known))
     return TensorVerdict(
         name=spec.name,
         verdict="differs",
@@ -262,6 +268,13 @@ def _unlike(parts: Sequence[Held]) -> list[Held]:
     first: dict[Place, Digest | None] = {}
     readable = [part for part in parts if not part.reason]
     return [part for part in readable if first.setdefault(part.place, part.digest) != part.digest]
+
+
+def _cause(
+    spec: TensorSpec, wrong: Sequence[Held], once: Digest | None, known: Known
+) -> Cause | None:
+    cause = None if once is None else name_cause(spec.name, Place.whole(spec), once, known)
+    return cause or _part_cause(spec, wrong, known)
 
 
 def _part_cause(spec: TensorSpec, wrong: Sequence[Held], known: Known) -> Cause | None:

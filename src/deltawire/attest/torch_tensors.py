@@ -97,15 +97,23 @@ class _DigestedTensor:
     tasks: Sequence[Task]
     elements: int
     counts: bool | None = None
+    on_host: bool = True
 
     def started(self, threads: ThreadPoolExecutor) -> _DigestedTensor:
-        """Returns the same with tasks that run."""
+        """Returns the same with tasks that run. The calling thread reads a GPU's memory itself:
+        other threads have other current streams, which do not wait for earlier writes."""
+        if not self.on_host:
+            return replace(self, tasks=[partial(_same, task()) for task in self.tasks])
         return replace(self, tasks=[threads.submit(task).result for task in self.tasks])
 
     def part(self) -> HeldPart:
         """Returns the digest, once its tasks have ended."""
         total = sum((task() for task in self.tasks), codec.ZERO)
         return HeldPart(self.spec, total, self.elements, self.counts)
+
+
+def _same(found: Digest) -> Digest:
+    return found
 
 
 def _of_module(
@@ -175,7 +183,8 @@ def _held(name: str, tensor: Tensor, rounded: torch.dtype | None) -> _DigestedTe
     if not isinstance(tensor, DTensor):
         indexes = [np.arange(size) for size in tensor.shape]
         local = local_part(tensor)
-        return _DigestedTensor(spec, _tasks(spec, indexes, local, dtype), spec.count)
+        tasks = _tasks(spec, indexes, local, dtype)
+        return _DigestedTensor(spec, tasks, spec.count, on_host=local.device.type == "cpu")
     if tensor.device_mesh.get_coordinate() is None:
         return _DigestedTensor(spec, (), 0, counts=False)
     if any(one.is_partial() for one in tensor.placements):
@@ -185,7 +194,8 @@ def _held(name: str, tensor: Tensor, rounded: torch.dtype | None) -> _DigestedTe
     if held != tuple(local.shape):
         raise InputError(f"{name} holds {tuple(local.shape)} where {held} is expected")
     tasks = _tasks(spec, indexes, local, dtype)
-    return _DigestedTensor(spec, tasks, local.numel(), is_first_holder(tensor))
+    on_host = local.device.type == "cpu"
+    return _DigestedTensor(spec, tasks, local.numel(), is_first_holder(tensor), on_host)
 
 
 def indexes_of(tensor: DTensor) -> list[Index]:

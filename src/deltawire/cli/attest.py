@@ -145,7 +145,7 @@ def _announcing(arguments: argparse.Namespace) -> Iterator[Callable[[Check], Non
 
 
 def _repeat(arguments: argparse.Namespace, announce: Callable[[Check], None]) -> int:
-    from deltawire.errors import CorruptError, RetryError
+    from deltawire.errors import CorruptError, DeltawireError, RetryError
 
     last: Check | None = None
     check = checks_of(arguments)
@@ -158,10 +158,15 @@ def _repeat(arguments: argparse.Namespace, announce: Callable[[Check], None]) ->
                     raise
                 print(error, file=sys.stderr, flush=True)  # noqa: T201
             else:
-                announce(latest)
                 if last is None or latest.stated != last.stated:
                     show(latest, as_json=arguments.json)
-                last = latest
+                first, last = last is None, latest
+                try:
+                    announce(latest)
+                except DeltawireError as error:
+                    if first:
+                        raise
+                    print(error, file=sys.stderr, flush=True)  # noqa: T201
             if arguments.watch is None:
                 break
             time.sleep(arguments.watch)

@@ -99,6 +99,8 @@ def _lines(proof: ProofCheck, folder: str) -> Iterator[str]:
     yield f"{proof.versions} statements agree with the bucket"
     if proof.not_compared:
         yield f"{proof.not_compared} statements not compared: retention deleted their versions"
+    for name in proof.lines_not_compared:
+        yield f"{name}: not compared: no statement is about this line"
     if proof.unlinked:
         yield (
             f"{proof.unlinked} groups are gone, erased or deleted by retention: their commitments "

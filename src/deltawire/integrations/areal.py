@@ -14,10 +14,10 @@ from typing import Any
 
 from areal.engine.fsdp_engine import FSDPEngine
 
-from deltawire.attest import digests
+from deltawire.attest import Digests, digests
 from deltawire.integrations.asking import over_http
-from deltawire.integrations.checking import OnMismatch, WeightCheck, wrapped_once
-from deltawire.integrations.sharing import act_together
+from deltawire.integrations.checking import Ask, OnMismatch, WeightCheck, wrapped_once
+from deltawire.integrations.sharing import act_together, rank_here
 
 
 def verify(
@@ -33,25 +33,32 @@ def verify(
 
     def wrap(original: Any) -> Any:
         @wraps(original)
-        def update_weights(self: Any, meta: Any) -> None:
-            reference = None
-            if check.due() and not self.config.use_lora:
-                reference = check.reference(lambda: digests(self.model, dtype=check.dtype))
-            original(self, meta)
-            if self.config.use_lora:
-                check.warn_once("adapters of AReaL are not compared")
-            if reference is not None:
+        def update_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+            due = check.due()
+            reference = check.reference(lambda: _digests(self, check)) if due else None
+            result = original(self, *args, **kwargs)
+            if due:  # On each rank, whatever failed on it: the others wait for it.
                 problem = ""
-                if not self.rank:
-                    urls = addresses_of(self.rollout_engine)
-                    engines = {url: over_http(url, check.token) for url in urls}
-                    problem = check.compare(reference, engines)
+                if reference is not None and not rank_here():
+                    problem = check.compare(reference, lambda: _engines_of(self, check))
                 act_together(check, problem)
+            return result
 
         return update_weights
 
     wrapped_once(FSDPEngine, "update_weights", check, wrap)
     return check
+
+
+def _digests(trainer: Any, check: WeightCheck) -> Digests | str:
+    if trainer.config.use_lora:
+        return "adapters of AReaL are not compared"
+    return digests(trainer.model, dtype=check.dtype)
+
+
+def _engines_of(trainer: Any, check: WeightCheck) -> dict[str, Ask]:
+    urls = addresses_of(trainer.rollout_engine)
+    return {url: over_http(url, check.token) for url in urls}
 
 
 def addresses_of(rollout: Any) -> list[str]:

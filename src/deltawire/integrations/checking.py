@@ -6,15 +6,19 @@
                                                                         (training waits)
 
 An engine that cannot be asked, or tensors that are not readable, give one warning for each text,
-and count neither as equal nor as different.
+and count neither as equal nor as different. So does any other error of a comparison: only a
+mismatch may end a training.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from deltawire.attest import Digests
 from deltawire.attest.engine import compare_settled
@@ -27,6 +31,12 @@ from deltawire.errors import DeltawireError, InputError, StoppedError
 OnMismatch = Literal["warn", "stop"]
 Ask = Callable[[Side], list[RankParts]]
 """Has all ranks of an engine digest what they hold of a reference."""
+
+LIMIT_S = 240.0
+"""Seconds for all engines of a comparison together. The trainer's other ranks wait meanwhile, and
+NCCL gives up after ten minutes."""
+
+Found = TypeVar("Found")
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +52,7 @@ class WeightCheck:
 
         check = WeightCheck("stop")
         reference = check.reference(lambda: digests(model, dtype=check.dtype))
-        check.examine(reference, {url: ask})
+        check.examine(reference, lambda: {url: ask})
     """
 
     def __init__(
@@ -78,37 +88,53 @@ class WeightCheck:
     def reference(self, digest: Callable[[], Digests | str]) -> Side | None:
         """Returns the trainer's weights of this update as a side. If ``digest`` fails, or returns a
         sentence that says why not, that is logged once, and there is nothing to compare."""
-        try:
-            found = digest()
-        except DeltawireError as error:
-            found = f"nothing was compared: {error}"
+        found = self.tried(digest)
         if isinstance(found, str):
             self.warn_once(found)
             return None
-        return Side(f"update {self.updates}", found)
+        return None if found is None else Side(f"update {self.updates}", found)
 
-    def examine(self, reference: Side | None, engines: Mapping[str, Ask]) -> None:
+    def tried(self, call: Callable[[], Found]) -> Found | None:
+        """Returns what ``call`` does; None if it fails with any error, which is logged once."""
+        try:
+            return call()
+        except Exception as error:
+            self.warn_once(f"nothing was compared: {said(error)}")
+            return None
+
+    def examine(self, reference: Side | None, engines: Callable[[], Mapping[str, Ask]]) -> None:
         """Compares each engine; see the class for what a difference does."""
         if reference is not None:
             self.act(self.compare(reference, engines))
 
-    def compare(self, reference: Side, engines: Mapping[str, Ask]) -> str:
-        """Compares each engine, and returns what differs in one sentence; empty if nothing does."""
+    def compare(self, reference: Side, engines: Callable[[], Mapping[str, Ask]]) -> str:
+        """Compares all engines at the same time, and returns what differs in one sentence; empty if
+        nothing does. ``engines`` finds them; an error of it is logged as others are."""
         before, self._before = self._before, reference
         others = [] if before is None else [before]
+        named = self.tried(engines)
+        if named is None:
+            return ""
+        calls = {
+            name: partial(compare_settled, name, partial(ask, reference), reference, lambda: others)
+            for name, ask in named.items()
+        }
+        answers = dict(_at_once(calls))
         found = []
-        for name, ask in engines.items():
-            try:
-                report = compare_settled(name, partial(ask, reference), reference, lambda: others)
-            except DeltawireError as error:
-                self.warn_once(f"{name} was not compared: {error}")
+        for name in named:
+            report = answers.get(name)
+            if report is None:
+                self.warn_once(f"{name} was not compared: no answer within {LIMIT_S:.0f} s")
+                continue
+            if isinstance(report, Exception):
+                self.warn_once(f"{name} was not compared: {said(report)}")
                 continue
             self.last[name] = report
             if report.differs:
                 found.append(safe_line(report.problem))
             elif not report.equal:
                 self.warn_once(f"{name}: {_unreadable(report)}")
-        if not engines:
+        if not named:
             self.warn_once("there is no engine to compare")
         return "; ".join(found)
 
@@ -126,6 +152,51 @@ class WeightCheck:
         if text not in self._said:
             self._said.add(text)
             log.warning("%s", safe_line(text))
+
+
+def said(error: Exception) -> str:
+    """Returns an error as one line of a warning; foreign ones with their type."""
+    if isinstance(error, DeltawireError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error)[:500]}"
+
+
+def _at_once(
+    calls: Mapping[str, Callable[[], WeightReport]],
+) -> Iterator[tuple[str, WeightReport | Exception]]:
+    """Calls all in threads of their own, and yields the results, or errors, that come within
+    `LIMIT_S`. A call that takes longer is left behind, and ends with its process."""
+    done: queue.SimpleQueue[tuple[str, WeightReport | Exception]] = queue.SimpleQueue()
+
+    def run(name: str, call: Callable[[], WeightReport]) -> None:
+        try:
+            done.put((name, call()))
+        except Exception as error:
+            done.put((name, error))
+
+    for name, call in calls.items():
+        threading.Thread(
+            target=run, args=(name, call), name="deltawire-compare", daemon=True
+        ).start()
+    until = time.monotonic() + LIMIT_S
+    for _ in calls:
+        try:
+            yield done.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            return
+
+
+def drained(stream: Iterable[Any], use: Callable[[Iterable[Any]], Found]) -> Found | str:
+    """Returns what ``use`` makes of a stream whose exporting is collective. After an error the rest
+    of the stream is read all the same, as the other ranks wait in it, and a sentence is returned
+    that says what failed."""
+    rest = iter(stream)
+    try:
+        return use(rest)
+    except Exception as error:
+        for _ in rest:
+            pass
+        return f"nothing was compared: {said(error)}"
 
 
 def _unreadable(report: WeightReport) -> str:

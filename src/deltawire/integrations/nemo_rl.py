@@ -17,7 +17,7 @@ from deltawire.attest import Digests, digests_of_stream
 from deltawire.attest.engine import ranks_of, request_of
 from deltawire.engines.live_parts import METHOD
 from deltawire.integrations.asking import on_actors
-from deltawire.integrations.checking import Ask, OnMismatch, WeightCheck, wrapped_once
+from deltawire.integrations.checking import Ask, OnMismatch, WeightCheck, drained, wrapped_once
 
 FUNCTION = "refit_policy_generation"
 
@@ -36,13 +36,11 @@ def verify(
         ) -> Any:
             reference = None
             if check.due():  # Before the refit: it may move the policy off the accelerator.
-                workers = policy.worker_group.workers
                 reference = check.reference(
-                    lambda: on_actors(workers, digest_policy, check.dtype)[0]
+                    lambda: on_actors(policy.worker_group.workers, digest_policy, check.dtype)[0]
                 )
             result = original(policy, policy_generation, *args, **kwargs)
-            if reference is not None:
-                check.examine(reference, engines_of(policy_generation))
+            check.examine(reference, lambda: engines_of(policy_generation))
             return result
 
         return refit_policy_generation
@@ -76,7 +74,7 @@ def _asking(call: Any, name: str) -> Ask:
     return lambda reference: ranks_of(ray.get(call.remote(METHOD, (request_of(reference),))), name)
 
 
-def digest_policy(worker: Any, dtype: str | None) -> Digests | None:
+def digest_policy(worker: Any, dtype: str | None) -> Digests | str | None:
     """Runs in each rank of the policy: exports the weights as NeMo-RL does for a refit."""
     import torch
 
@@ -86,4 +84,4 @@ def digest_policy(worker: Any, dtype: str | None) -> Digests | None:
         for _ in stream:  # Exporting is collective.
             pass
         return None
-    return digests_of_stream(stream, dtype=dtype)
+    return drained(stream, lambda whole: digests_of_stream(whole, dtype=dtype))

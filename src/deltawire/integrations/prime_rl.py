@@ -11,13 +11,15 @@ reference. The servers need ``DELTAWIRE_ATTEST=1`` and ``VLLM_SERVER_DEV_MODE=1`
 from __future__ import annotations
 
 import asyncio
-from functools import wraps
+import inspect
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 from prime_rl.utils.client import InferencePool
 
 from deltawire.attest.sides import folder_side
+from deltawire.errors import InputError
 from deltawire.integrations.asking import over_http
 from deltawire.integrations.checking import Ask, OnMismatch, WeightCheck, wrapped_once
 
@@ -31,16 +33,12 @@ def verify(on_mismatch: OnMismatch = "warn", *, every: int = 1) -> WeightCheck:
 
     def wrap(original: Any) -> Any:
         @wraps(original)
-        async def update_weights(
-            self: Any, weight_dir: Path | None, lora_name: str | None = None, step: int = 0
-        ) -> None:
-            await original(self, weight_dir, lora_name=lora_name, step=step)
-            if not check.due():
-                return
-            if lora_name is not None or weight_dir is None or not _has_weights(weight_dir):
-                check.warn_once("only whole weights that are broadcast through files are compared")
-                return
-            await asyncio.to_thread(_examine, self, weight_dir, check)
+        async def update_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = await original(self, *args, **kwargs)
+            if check.due():
+                folder = check.tried(partial(_folder_of, original, self, *args, **kwargs))
+                await asyncio.to_thread(_examine, self, folder, check)
+            return result
 
         return update_weights
 
@@ -48,12 +46,21 @@ def verify(on_mismatch: OnMismatch = "warn", *, every: int = 1) -> WeightCheck:
     return check
 
 
-def _has_weights(folder: Path) -> bool:
-    return any(Path(folder).glob("*.safetensors"))
+def _folder_of(original: Any, *args: Any, **kwargs: Any) -> Path:
+    """Returns the folder of whole weights that an update was given; raises `InputError` if it was
+    given none."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    folder = given.get("weight_dir")
+    adapter = given.get("lora_name") is not None
+    if folder is None or adapter or not any(Path(folder).glob("*.safetensors")):
+        raise InputError("only whole weights that are broadcast through files are compared")
+    return Path(folder)
 
 
-def _examine(inference: Any, folder: Path, check: WeightCheck) -> None:
-    check.examine(folder_side(Path(folder)), engines_of(inference.admin_clients))
+def _examine(inference: Any, folder: Path | None, check: WeightCheck) -> None:
+    if folder is not None:
+        reference = check.tried(partial(folder_side, folder))
+        check.examine(reference, lambda: engines_of(inference.admin_clients))
 
 
 def engines_of(clients: Any) -> dict[str, Ask]:

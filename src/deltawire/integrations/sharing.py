@@ -10,6 +10,12 @@ from deltawire.integrations.checking import WeightCheck
 MAX_TEXT = 2000
 
 
+def rank_here() -> int:
+    """Returns this process' rank; 0 for a process without others."""
+    ranks = torch_ranks(None)
+    return 0 if ranks is None else ranks.number
+
+
 def act_together(check: WeightCheck, problem: str, group: Any = None) -> None:
     """Acts on the problem that rank 0 found, on every rank of ``group``; all call it together."""
     ranks = torch_ranks(group)

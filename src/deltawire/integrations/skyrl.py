@@ -9,14 +9,15 @@ starts; SkyRL turns vLLM's development mode on by itself.
 from __future__ import annotations
 
 import asyncio
-from functools import wraps
+from collections.abc import Iterable, Iterator
+from functools import partial, wraps
 from typing import Any
 
 from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
 
 from deltawire.attest import Digests, digests, digests_of_stream
 from deltawire.integrations.asking import on_actors, over_http
-from deltawire.integrations.checking import OnMismatch, WeightCheck, wrapped_once
+from deltawire.integrations.checking import Ask, OnMismatch, WeightCheck, drained, wrapped_once
 
 
 def verify(on_mismatch: OnMismatch = "warn", *, every: int = 1, token: str = "") -> WeightCheck:
@@ -29,21 +30,27 @@ def verify(on_mismatch: OnMismatch = "warn", *, every: int = 1, token: str = "")
         async def save_weights_for_sampler(self: Any, *args: Any, **kwargs: Any) -> Any:
             reference = None
             if check.due():
-                dtype = self.cfg.generator.inference_engine.model_dtype
-                workers = self._actor_groups["policy"]._actor_handlers
-                digest = lambda: on_actors(workers, digest_policy, dtype)[0]  # noqa: E731
-                reference = await asyncio.to_thread(check.reference, digest)
+                reference = await asyncio.to_thread(check.reference, partial(_exported, self))
             result = await original(self, *args, **kwargs)
-            if reference is not None:
-                urls = self._inference_engine_client.server_urls
-                engines = {url: over_http(url, check.token) for url in urls}
-                await asyncio.to_thread(check.examine, reference, engines)
+            await asyncio.to_thread(check.examine, reference, partial(_engines_of, self, check))
             return result
 
         return save_weights_for_sampler
 
     wrapped_once(WorkerDispatch, "save_weights_for_sampler", check, wrap)
     return check
+
+
+def _exported(dispatch: Any) -> Digests | str:
+    dtype = dispatch.cfg.generator.inference_engine.model_dtype
+    workers = dispatch._actor_groups["policy"]._actor_handlers
+    found: list[Digests | str] = on_actors(workers, digest_policy, dtype)
+    return found[0]
+
+
+def _engines_of(dispatch: Any, check: WeightCheck) -> dict[str, Ask]:
+    urls = dispatch._inference_engine_client.server_urls
+    return {url: over_http(url, check.token) for url in urls}
 
 
 def digest_policy(worker: Any, dtype: str) -> Digests | str:
@@ -58,9 +65,13 @@ def digest_policy(worker: Any, dtype: str) -> Digests | str:
     import torch
 
     chunks = extractor.extract_weights(getattr(torch, dtype))
-    pairs = (pair for chunk in chunks for pair in zip(chunk.names, chunk.tensors, strict=True))
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
-        for _ in pairs:  # Exporting is collective.
+        for _ in chunks:  # Exporting is collective.
             pass
         return ""
-    return digests_of_stream(pairs)
+    return drained(chunks, lambda whole: digests_of_stream(_pairs(whole)))
+
+
+def _pairs(chunks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    for chunk in chunks:
+        yield from zip(chunk.names, chunk.tensors, strict=True)

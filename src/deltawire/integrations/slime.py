@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deltawire.errors import DeltawireError
-from deltawire.integrations.checking import WeightCheck
+from deltawire.integrations.checking import WeightCheck, said
 from deltawire.launch.black_box.checking import BlackBox, BlackBoxOptions
 from deltawire.runtime.trusted import ReaderTrust
 
@@ -42,11 +41,13 @@ class Hook:
         before, due = self._kept, self._check.due()
         problem = ""
         if before is not None and due:
-            import ray
-
-            urls = ray.get([one.get_url.remote() for one in rollout_engines])
-            problem = self._compare(before, [url for url in urls if url])
-        self._keep(Path(version_dir), Path(args.hf_checkpoint), next_due=self._check.next_is_due)
+            urls = self._check.tried(lambda: _addresses(rollout_engines))
+            problem = self._compare(before, urls or [])
+        self._kept = None
+        next_due = self._check.next_is_due
+        self._kept = self._check.tried(
+            lambda: _keep(Path(version_dir), Path(args.hf_checkpoint), next_due=next_due)
+        )
         self._check.act(problem)
 
     def _compare(self, folder: Path, urls: Sequence[str]) -> str:
@@ -55,8 +56,8 @@ class Hook:
             try:
                 options = BlackBoxOptions(url=url, against=str(folder), also=[], error=0.001)
                 report = BlackBox(options, ReaderTrust()).check()
-            except DeltawireError as error:
-                self._check.warn_once(f"{url} was not compared: {error}")
+            except Exception as error:
+                self._check.warn_once(f"{url} was not compared: {said(error)}")
                 continue
             if report.verdict == "different":
                 found.append(f"{url} serves other weights than {folder.name}")
@@ -64,19 +65,27 @@ class Hook:
                 self._check.warn_once(f"{url}: cannot tell whether it serves its version")
         return "; ".join(found)
 
-    def _keep(self, folder: Path, model: Path, *, next_due: bool) -> None:
-        """Links the files of a version, with the configuration and the tokenizer of the ``model``
-        where it has none, and removes those of the version before."""
-        place = folder.parent / KEPT
-        shutil.rmtree(place, ignore_errors=True)
-        self._kept = None
-        if next_due:
-            self._kept = place / folder.name
-            shutil.copytree(folder, self._kept, copy_function=os.link)
-            for file in model.iterdir():
-                place = self._kept / file.name
-                if file.is_file() and not file.name.endswith(WEIGHTS) and not place.exists():
-                    shutil.copy(file, place)
+
+def _addresses(engines: Sequence[Any]) -> list[str]:
+    import ray
+
+    return [url for url in ray.get([one.get_url.remote() for one in engines]) if url]
+
+
+def _keep(folder: Path, model: Path, *, next_due: bool) -> Path | None:
+    """Links the files of a version, with the configuration and the tokenizer of the ``model``
+    where it has none, and removes those of the version before. Returns where they lie."""
+    place = folder.parent / KEPT
+    shutil.rmtree(place, ignore_errors=True)
+    if not next_due:
+        return None
+    kept = place / folder.name
+    shutil.copytree(folder, kept, copy_function=os.link)
+    for file in model.iterdir():
+        place = kept / file.name
+        if file.is_file() and not file.name.endswith(WEIGHTS) and not place.exists():
+            shutil.copy(file, place)
+    return kept
 
 
 def _from_environment() -> Hook:

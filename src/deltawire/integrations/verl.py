@@ -24,7 +24,7 @@ from verl.checkpoint_engine.base import CheckpointEngineManager
 from deltawire.attest import Digests, digests_of_stream
 from deltawire.errors import InputError
 from deltawire.integrations.asking import on_actors, over_http
-from deltawire.integrations.checking import OnMismatch, WeightCheck, wrapped_once
+from deltawire.integrations.checking import OnMismatch, WeightCheck, drained, wrapped_once
 
 
 def verify(
@@ -53,13 +53,13 @@ def _update(original: Any, manager: Any, check: WeightCheck, *args: Any, **kwarg
     """Updates, then compares; returns what verl's function does, which may be awaitable."""
     reference = None
     if check.due():
-        workers = manager.actor_wg.workers
-        reference = check.reference(lambda: exported(workers, check.dtype))
+        reference = check.reference(lambda: exported(manager.actor_wg.workers, check.dtype))
     result = original(manager, *args, **kwargs)
     if reference is None:
         return result
-    urls = [replica.server_address for replica in manager.replicas]
-    engines = {url: over_http(url, check.token) for url in urls}
+    engines = lambda: {  # noqa: E731
+        one.server_address: over_http(one.server_address, check.token) for one in manager.replicas
+    }
     if not hasattr(result, "__await__"):
         check.examine(reference, engines)
         return result
@@ -91,7 +91,7 @@ def digest_export(holder: Any, dtype: str | None) -> Digests | str | None:
         for _ in stream:  # Exporting is collective.
             pass
         return None
-    return digests_of_stream(stream, dtype=dtype)
+    return drained(stream, lambda whole: digests_of_stream(whole, dtype=dtype))
 
 
 def trainer_of(holder: Any) -> Any:

@@ -147,8 +147,10 @@ def note_found(
     reporter.alarms(safe_line(report.problem))
     if report.problem:
         reporter.waits("the engine holds other weights")
-    else:
+    elif report.equal if isinstance(report, WeightReport) else report.verdict == "same":
         reporter.holds(version)
+    else:
+        reporter.waits("nothing tells which weights the engine holds")
 
 
 def write_metrics(path: str, report: WeightReport | BlackBoxReport) -> None:
@@ -178,7 +180,8 @@ def write_metrics(path: str, report: WeightReport | BlackBoxReport) -> None:
         "# TYPE deltawire_attest_time_seconds gauge",
         f"deltawire_attest_time_seconds{{engine={name}}} {time.time():.3f}",
     ]
-    replace_private(Path(path), "".join(f"{line}\n" for line in lines).encode())
+    data = "".join(f"{line}\n" for line in lines).encode()
+    replace_private(Path(path), data, mode=0o644)  # node_exporter is another user.
 
 
 def print_report(report: WeightReport, console: Console) -> None:

@@ -14,7 +14,7 @@ from deltawire.cli.main import main
 from deltawire.config import BuildConfig
 from deltawire.errors import CorruptError, InputError
 from deltawire.launch.branches.forking import fork_run
-from deltawire.launch.branches.line_statements import line_step
+from deltawire.launch.branches.line_statements import LineStatements, line_step
 from deltawire.launch.branches.proof_check import check_proof
 from deltawire.launch.branches.proving import Derived, prove_run
 from deltawire.rl.trainer.verify_intervals import verify_intervals
@@ -153,8 +153,38 @@ def test_versions_are_proven_and_computed_again(trained, tmp_path, monkeypatch):
     assert check_proof(trained, run, tmp_path / "proof", signer.public_key).faults == {}
     for name in further:  # A statement that is taken away is missed.
         (tmp_path / "proof" / "statements" / f"{line_step(name, 2)}.json").unlink()
-        faults = check_proof(trained, run, tmp_path / "proof", signer.public_key).faults
-        assert list(faults) == [2]
+        checked = check_proof(trained, run, tmp_path / "proof", signer.public_key)
+        assert list(checked.faults) == [2]
+        assert checked.versions == VERSIONS
+
+
+@pytest.mark.drills
+@pytest.mark.parametrize("listed", [True, False])
+def test_lines_that_are_behind_or_not_stated_are_no_fault(lined, tmp_path, monkeypatch, listed):
+    """A line was one version behind when the proof was made, or an earlier deltawire made it."""
+    pytest.importorskip("in_toto_attestation")
+    run, signer = read_run(lined), Ed25519Signer.generate()
+    original = LineStatements.statements
+
+    def behind(self, upper, digests):
+        return original(self, upper, digests) if upper.version < VERSIONS else []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LineStatements, "statements", behind)
+        if not listed:
+            patched.setattr(LineStatements, "listed", lambda _self, made, _further: made)
+        prove_run(lined, run, VERSIONS, tmp_path / "proof", signer)
+    found = check_proof(lined, run, tmp_path / "proof", signer.public_key)
+    assert (found.faults, found.lines_not_compared) == ({}, [])
+    assert found.versions == VERSIONS + 1
+    for path in (tmp_path / "proof" / "statements").glob("line-*"):
+        path.unlink()
+    found = check_proof(lined, run, tmp_path / "proof", signer.public_key)
+    if listed:
+        assert found.faults.keys() == set(range(VERSIONS))
+        assert found.versions == 1
+    else:
+        assert (found.faults, found.lines_not_compared) == ({}, [LINE])
 
 
 @pytest.mark.drills

@@ -26,7 +26,7 @@ from deltawire.cli import attest
 from deltawire.cli.main import main
 from deltawire.engines.following.parameter_sums import parameter_sums, record_changes
 from deltawire.engines.live_parts import METHOD, AttestRequest, EngineParts
-from deltawire.engines.vllm.attesting import answer_of
+from deltawire.engines.vllm.attesting import AttestWorker, OnInstances, answer_of
 from deltawire.errors import CorruptError, InputError, RetryError
 
 KINDS = {"dense": {}, "untied": {"tied": False}, "experts": {"experts": True},
@@ -376,3 +376,45 @@ def test_an_engine_in_the_middle_of_an_update_is_asked_again(monkeypatch):
     with pytest.raises(RetryError, match="in the middle of an update"):
         engine.compare_settled("the engine", lambda: ask(99), reference)
     assert len(looks) == 3 + engine.LOOKS
+
+
+def test_a_verdict_stands_if_its_cause_cannot_be_looked_for():
+    """Such as when the files of the reference were replaced meanwhile."""
+
+    def gone(_):
+        raise OSError("the file was replaced")
+
+    fleet = Fleet("dense", 2)
+    honest = Side("the trainer", fleet.side().digests, gone)
+    assert fleet.report(honest)[0].equal
+    other = Side("the trainer", fleet.side(fleet.old).digests, gone)
+    report, odd = fleet.report(other)
+    assert report.differs
+    assert {one.verdict for one in odd.values()} == {"differs"}
+    assert any("no cause was looked for: OSError" in note for note in report.notes)
+    report = compare_engine("e", fleet.answers(other), fleet.side(fleet.old), lambda: gone(0))
+    assert report.differs
+
+
+def test_bits_that_no_published_value_gives_are_said_to_be_such():
+    fleet = Fleet("dense", 1, torch.float32)
+    fleet.modules[0].norm.data.view(torch.int32)[0] ^= 1
+    _, odd = fleet.report(fleet.side(elements=False))
+    assert "none that a published value gives" in odd["norm"].text
+
+
+def test_vllm_takes_the_extension_where_the_plugin_attests_already():
+    """vLLM's rule (`WorkerWrapperBase.init_worker`): the worker class may not have an attribute
+    of the extension class yet."""
+
+    class Base:
+        deltawire_live_digests = OnInstances(lambda self, request: (self, request))
+
+    class Worker(Base):
+        pass
+
+    shown = [name for name in dir(AttestWorker) if not name.startswith("__")]
+    assert shown == [METHOD]
+    assert not hasattr(Worker, METHOD)
+    worker = Worker()
+    assert worker.deltawire_live_digests("asked") == (worker, "asked")

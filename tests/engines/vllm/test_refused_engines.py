@@ -82,6 +82,23 @@ def test_weights_moved_to_other_memory_count_as_loaded():
     refuse_changed(found, engine="vLLM", hint="")
 
 
+def test_a_move_to_another_device_is_not_taken_for_other_bits():
+    """The sums of a CPU and of other devices differ for the same bits."""
+    model = Experts()
+    model.__dict__["_deltawire_loaded"] = parameter_sums.parameter_sums(model)
+    before = {
+        name: held._replace(device="cuda", sum=held.sum + 1)
+        for name, held in parameter_sums.parameter_sums(model).items()
+    }
+    found = parameter_sums.differences(before, parameter_sums.parameter_sums(model))
+    assert all("moved to cpu" in how for how in found.values())
+    untouched, updated = parameter_sums.since_loading(model)
+    assert untouched
+    assert not updated
+    model.__dict__["_deltawire_loaded"] = before
+    assert parameter_sums.since_loading(model) == ([], False)
+
+
 def test_the_sum_depends_on_order_within_and_across_chunks(monkeypatch):
     bits = torch.randint(0, 1 << 15, (1000,), dtype=torch.int16)
     whole = parameter_sums._sum_of(bits)

@@ -1,5 +1,7 @@
 """Digests of arrays, folders, modules and adapters, and the file that states them."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -224,3 +226,28 @@ def test_large_tensors_are_digested_in_parts_by_several_threads(monkeypatch, thr
 def test_a_stream_names_what_it_cannot_digest():
     with pytest.raises(InputError, match="meta device"):
         attest.digests_of_stream([("w", torch.zeros(3, device="meta"))])
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it lies on a GPU."""
+
+    device = property(lambda _: torch.device("cuda"))
+
+    def to(self, *arguments):
+        return self.as_subclass(torch.Tensor).to(*arguments)
+
+
+def test_what_lies_on_a_gpu_is_read_by_the_calling_thread(monkeypatch):
+    """Another thread has another current stream: it may read before the weights are written."""
+    read = []
+    original = torch_tensors.digest_tensor
+
+    def digest_tensor(*arguments):
+        read.append(threading.current_thread())
+        return original(*arguments)
+
+    monkeypatch.setattr(torch_tensors, "digest_tensor", digest_tensor)
+    held = {"a": torch.arange(6.0).as_subclass(Elsewhere)}
+    assert torch_tensors.stream_digests(held.items(), None)
+    assert torch_tensors.held_parts(held, dtype=None, merged=False)[0]
+    assert read == [threading.current_thread()] * 2

@@ -28,6 +28,9 @@ def test_every_key_names_a_module_with_a_measurement():
 
 def test_floors():
     assert Key("m", ">=", 8, "").met(8.0)
+    guessed = Key("m", ">=", 8, "", placeholder=True)
+    assert not guessed.met(8.0)
+    assert guessed.bound == ">= 8 (not measured yet)"
     assert not Key("m", ">=", 8, "").met(7.9)
     assert Key("m", "<=", 0.1, "").met(0.1)
     assert not Key("m", "is", True, "").met(False)

@@ -104,6 +104,40 @@ def test_prime_rl_s_servers_are_compared_with_the_files_of_the_step(
         step(3)
 
 
+def test_files_that_are_replaced_meanwhile_end_no_training_of_prime_rl(
+    monkeypatch, integration, tmp_path, caplog
+):
+    class Pool(PrimePool):
+        async def update_weights(self, weight_dir, lora_name=None, step=0, wait=True):
+            (weight_dir / "model.safetensors").write_bytes(b"half")
+
+    pretend(monkeypatch, "prime_rl.utils.client", InferencePool=Pool)
+    check = integration("prime_rl").verify("stop")
+    pool = Pool(SmallEngine(Policy().served()), "http://127.0.0.1:1", "")
+    asyncio.run(pool.update_weights(tmp_path, step=1, wait=False))
+    assert "nothing was compared" in caplog.text
+    assert not check.last
+
+
+def test_files_of_slime_that_cannot_be_linked_end_no_training(monkeypatch, tmp_path, caplog):
+    import deltawire.integrations.slime as slime
+    from deltawire.integrations.checking import WeightCheck
+
+    def refuse(*_, **__):
+        raise OSError("no links here")
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(slime.os, "link", refuse)
+    folder = tmp_path / "weight_v1"
+    folder.mkdir()
+    (folder / "a.safetensors").write_bytes(b"x")
+    hook = slime.Hook(WeightCheck("stop", every=1))
+    for _ in range(2):
+        hook(SimpleNamespace(hf_checkpoint=str(tmp_path)), str(folder), [])
+    (record,) = caplog.records
+    assert "no links here" in record.getMessage()
+
+
 def test_slime_s_engines_are_scored_against_the_version_before(monkeypatch, tmp_path, caplog):
     """slime at 624b824: ``--custom-update-weight-post-write-path``."""
     import deltawire.integrations.slime as slime

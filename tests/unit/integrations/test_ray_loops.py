@@ -70,6 +70,35 @@ def test_verl_stops_where_its_update_is_awaited(verl, serve):
         asyncio.run(own.update_weights())
 
 
+def test_another_version_of_verl_ends_no_training(verl, caplog):
+    _, manager = verl
+    policy = Policy()
+    own = manager(policy, SmallEngine(policy.served()))
+    del own.replicas
+    assert own.update_weights(global_steps=1) == {"step": 1}
+    del own.actor_wg
+    assert own.update_weights(global_steps=2) == {"step": 2}
+    assert "has no attribute 'replicas'" in caplog.text
+    assert "has no attribute 'actor_wg'" in caplog.text
+
+
+def test_an_error_in_verl_s_export_leaves_no_rank_in_it(verl, monkeypatch):
+    """Exporting is collective: the other ranks wait for each tensor."""
+    module, _ = verl
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    read = []
+
+    def stream():
+        for number in range(4):
+            read.append(number)
+            yield str(number), torch.ones(2, dtype=torch.complex64 if number == 1 else None)
+
+    engine = SimpleNamespace(get_per_tensor_param=lambda: (stream(), None))
+    worker = SimpleNamespace(actor=SimpleNamespace(engine=engine))
+    assert "nothing was compared" in module.digest_export(worker, "bfloat16")
+    assert read == [0, 1, 2, 3]
+
+
 def test_verl_s_adapters_are_said_not_to_be_compared(verl, caplog):
     _, manager = verl
     policy = Policy()

@@ -98,3 +98,27 @@ def test_a_server_is_asked_with_its_key(serve, caplog):
     own.sync_weights()
     assert (again.updates, check.updates) == (1, 2), "the second verify takes the first's place"
     assert "is it the right token?" in caplog.text
+
+
+def test_an_engine_without_the_method_ends_no_training(caplog):
+    """As vLLM answers that was started without DELTAWIRE_ATTEST."""
+    policy = Policy()
+    llm = Llm(policy.served())
+    check = integration.verify("stop")
+
+    def missing(method, **_):
+        raise NotImplementedError(f"{method} is not implemented")
+
+    llm.collective_rpc = missing
+    generation(policy, "colocate", llm=llm).sync_weights()
+    assert "it was not asked: NotImplementedError" in caplog.text
+    assert not check.last
+
+
+def test_another_version_of_trl_ends_no_training(caplog):
+    policy = Policy()
+    integration.verify("stop")
+    own = generation(policy, "server", vllm_client=Client("", SmallEngine(policy.served())))
+    del own.vllm_client.base_url
+    own.sync_weights()
+    assert "nothing was compared: AttributeError" in caplog.text

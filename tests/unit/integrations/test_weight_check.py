@@ -1,16 +1,19 @@
 """Comparisons after an update: equal, different, not readable, no answer."""
 
 import logging
+import threading
 
 import msgspec
 import pytest
+import torch
 from loops import Policy, SmallEngine
 
-from deltawire.attest import digests
+from deltawire.attest import digests, digests_of_stream
 from deltawire.engines.live_parts import METHOD
 from deltawire.errors import InputError, RetryError, StoppedError
+from deltawire.integrations import checking
 from deltawire.integrations.asking import in_process
-from deltawire.integrations.checking import WeightCheck
+from deltawire.integrations.checking import WeightCheck, drained
 
 
 class Loop:
@@ -25,7 +28,7 @@ class Loop:
         if self.check.due():
             reference = self.reference()
             self.engine.update(self.policy.served())
-            self.check.examine(reference, {"e": ask or in_process(self.engine, "e")})
+            self.check.examine(reference, lambda: {"e": ask or in_process(self.engine, "e")})
         self.policy.step()
 
     def reference(self):
@@ -83,7 +86,7 @@ def test_what_is_not_readable_is_not_equal_and_no_mismatch(caplog):
         module.__dict__.pop("_deltawire_changes", None)
     ask = in_process(loop.engine, "e")
     loop.check.due()
-    loop.check.examine(loop.reference(), {"e": ask})
+    loop.check.examine(loop.reference(), lambda: {"e": ask})
     assert not loop.check.last["e"].equal
     assert "not readable" in caplog.text
 
@@ -103,7 +106,7 @@ def test_an_update_under_way_is_looked_at_again():
         loop.engine.update(loop.policy.served())  # The other half.
         return found
 
-    loop.check.examine(loop.reference(), {"e": ask})
+    loop.check.examine(loop.reference(), lambda: {"e": ask})
     assert len(looks) == 2
     assert loop.check.last["e"].equal
 
@@ -117,7 +120,7 @@ def test_weights_that_keep_changing_are_said_to():
         return in_process(loop.engine, "e")(reference)
 
     loop.check.due()
-    loop.check.examine(loop.reference(), {"e": ask})
+    loop.check.examine(loop.reference(), lambda: {"e": ask})
     assert "an update is under way" in loop.check.last["e"].notes[0]
 
 
@@ -146,6 +149,58 @@ def test_weights_that_cannot_be_digested_are_said_and_end_no_training(caplog):
 
     check = WeightCheck("stop")
     for _ in range(2):
-        check.examine(check.reference(refuse), {"e": lambda _: []})
+        check.examine(check.reference(refuse), lambda: {"e": lambda _: []})
     (record,) = caplog.records
     assert "nothing was compared: a packed weight" in record.getMessage()
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("no such method"), MemoryError("full")])
+def test_a_foreign_error_is_said_and_ends_no_training(caplog, error):
+    def fail(*_):
+        raise error
+
+    loop = Loop("stop")
+    loop.update(fail)
+    reference = loop.reference()
+    loop.check.examine(reference, fail)
+    loop.check.examine(loop.check.reference(fail), fail)
+    said = f"{type(error).__name__}: {error}"
+    assert [one.getMessage() for one in caplog.records] == [
+        f"e was not compared: {said}",
+        f"nothing was compared: {said}",
+    ]
+
+
+def test_engines_are_asked_at_the_same_time_within_one_limit(monkeypatch, caplog):
+    monkeypatch.setattr(checking, "LIMIT_S", 5.0)
+    loop = Loop("stop")
+    both, end = threading.Barrier(2), threading.Event()
+
+    def ask(reference):
+        both.wait(5)  # Breaks if the second one is asked after the first.
+        return in_process(loop.engine, "e")(reference)
+
+    def never(_):
+        end.wait(60)
+        raise InputError("too late")
+
+    loop.check.examine(loop.reference(), lambda: {"a": ask, "b": ask})
+    assert loop.check.last.keys() == {"a", "b"}
+    monkeypatch.setattr(checking, "LIMIT_S", 0.05)
+    loop.check.examine(loop.reference(), lambda: {"c": never, "d": never})
+    end.set()
+    assert "c was not compared: no answer within" in caplog.text
+    assert "d was not compared: no answer within" in caplog.text
+
+
+def test_the_rest_of_a_collective_stream_is_read_after_an_error():
+    read = []
+
+    def stream():
+        for number in range(5):
+            read.append(number)
+            yield f"t{number}", None if number == 1 else torch.ones(2)
+
+    found = drained(stream(), digests_of_stream)
+    assert read == list(range(5))
+    assert found.startswith("nothing was compared: AttributeError")

@@ -2,17 +2,21 @@
 
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from deltawire.attest.verdicts import TensorVerdict, report_of
 from deltawire.cli import attest
 from deltawire.cli.main import main
 from deltawire.dashboard.problems import problems_of
 from deltawire.dashboard.readers import ReaderWatch
 from deltawire.dashboard.status import Watch
+from deltawire.launch.attest import note_found
+from deltawire.launch.black_box.judging import BlackBoxReport
 from deltawire.runtime import reader_report
 from deltawire.store import open_bucket
 from deltawire.sync import open_publisher
@@ -115,4 +119,44 @@ def test_a_look_writes_metrics(weights, tmp_path, capsys):
         assert found["deltawire_attested", "equal"] == 1 - alarm
         assert json.loads(capsys.readouterr().out)["equal"] is not bool(alarm)
     assert re.search(r'engine="[^"]*served"', place.read_text())
+    assert place.stat().st_mode & 0o777 == 0o644, "node_exporter is another user"
     assert main([*command, "--prometheus", str(tmp_path / "no" / "a")]) == 2
+
+
+def test_a_version_is_held_only_if_the_look_says_so():
+    noted = []
+    reporter = SimpleNamespace(alarms=lambda _: None, holds=noted.append, waits=noted.append)
+    for equal in (True, False):
+        odd = TensorVerdict(name="a", verdict="equal" if equal else "not readable")
+        note_found(reporter, report_of("e", "r", [odd]), 7)
+    for verdict in ("same", "cannot tell"):
+        found = BlackBoxReport(
+            endpoint="e", reference="r", verdict=verdict, error=0.1, sequences=1, tokens=1,
+            noise=0.0, gaps={},
+        )  # fmt: skip
+        note_found(reporter, found, 8)
+    unknown = "nothing tells which weights the engine holds"
+    assert noted == [7, unknown, 8, unknown]
+
+
+def test_a_watch_goes_on_if_a_later_look_cannot_be_announced(weights, monkeypatch, capsys):
+    serve(weights, 1)
+    place = weights.folder / "metrics"
+    place.mkdir()
+
+    def away():
+        shutil.rmtree(place)
+        serve(weights, 2)
+
+    options = ["--no-report", "--prometheus", str(place / "attest.prom")]
+    assert watched(weights, monkeypatch, [away, lambda: None], *options) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("cannot write") == 2
+    assert "1 equal" in shown.out
+
+
+def test_a_first_look_that_cannot_be_announced_is_shown(weights, capsys):
+    serve(weights, 1)
+    command = ["attest", str(weights.served), "--against", f"{weights.run}@1"]
+    assert main([*command, "--prometheus", str(weights.folder / "no" / "a")]) == 2
+    assert "1 differs" in capsys.readouterr().out

@@ -28,19 +28,21 @@ _ODD = 0x1E3779B97F4A7C15
 
 class ParameterSum(NamedTuple):
     """A parameter's layout, and the sum of its elements' bits, each times an odd weight that
-    depends on the position: different values, or a different order, change the sum.
+    depends on the position: different values, or a different order, change the sum. The weights of
+    a CPU's sums are others than those of further devices, so ``device`` says whose they are.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     sum: int
+    device: str = "cpu"
 
 
 @torch.no_grad()
 def parameter_sums(model: torch.nn.Module) -> dict[str, ParameterSum]:
     """Sums all parameters of ``model`` that have memory, by name."""
     return {
-        name: ParameterSum(tuple(held.shape), held.dtype, _sum_of(held.detach()))
+        name: ParameterSum(tuple(held.shape), held.dtype, _sum_of(held.detach()), held.device.type)
         for name, held in model.named_parameters(remove_duplicate=False)
         if held.layout == torch.strided and held.device.type != "meta"
     }
@@ -57,6 +59,8 @@ def differences(
             continue
         if new is None:
             found[name] = "was removed"
+        elif old.device != new.device:
+            found[name] = f"was moved to {new.device}: what else changed was not observed"
         elif (old.shape, old.dtype) != (new.shape, new.dtype):
             found[name] = f"became {list(new.shape)} of {str(new.dtype).removeprefix('torch.')}"
         else:
@@ -73,12 +77,17 @@ def record_changes(model: torch.nn.Module, before: Mapping[str, ParameterSum]) -
 
 def since_loading(model: torch.nn.Module) -> tuple[list[str], bool]:
     """Returns the parameters of more than one element that still have the bits with which the
-    engine started, and whether any has others; nothing if the start was not observed."""
+    engine started, and whether any has others; nothing if the start was not observed. Those that
+    lie on another device by now are left out."""
     loaded: dict[str, ParameterSum] | None = model.__dict__.get(_LOADED)
     if loaded is None:
         return [], False
     now = parameter_sums(model)
-    several = [name for name, held in now.items() if torch.Size(held.shape).numel() > 1]
+    several = [
+        name
+        for name, held in now.items()
+        if torch.Size(held.shape).numel() > 1 and loaded.get(name, held).device == held.device
+    ]
     untouched = [name for name in several if now[name] == loaded.get(name)]
     return untouched, len(untouched) < len(several)
 

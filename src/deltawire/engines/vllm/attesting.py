@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from types import MethodType
 from typing import Any
 
 import msgspec
@@ -50,6 +51,20 @@ class AttestWorker:
         )
         found: dict[str, Any] = msgspec.to_builtins(answer)
         return found
+
+
+class OnInstances:
+    """A method that a class does not show, only its instances do. vLLM refuses to start if its
+    worker class shows a method of the worker extension, which may be `AttestWorker` too."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        """Returns the bound method; raises `AttributeError` for the class."""
+        if instance is None:
+            raise AttributeError(f"{owner.__name__} has it on its instances only")
+        return MethodType(self._method, instance)
 
 
 def answer_of(

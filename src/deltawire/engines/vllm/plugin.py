@@ -32,6 +32,7 @@ def register() -> None:
     if attests_here():
         from vllm.v1.worker.worker_base import WorkerBase
 
-        from deltawire.engines.vllm.attesting import AttestWorker
+        from deltawire.engines.vllm.attesting import AttestWorker, OnInstances
 
-        WorkerBase.deltawire_live_digests = AttestWorker.deltawire_live_digests
+        method = OnInstances(AttestWorker.deltawire_live_digests)
+        WorkerBase.deltawire_live_digests = method

@@ -6,7 +6,10 @@ Such a version is made again from the run's version of the same number, and comp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from deltawire.export.lines import open_policy
 from deltawire.export.models import fetch_model_files
@@ -24,6 +27,10 @@ from deltawire.runtime.needs import config_of
 from deltawire.store import Bucket
 from deltawire.sync import Mirror, read_manifest
 from deltawire.wire.run import Run
+
+LISTED = "lines"
+"""The parameter of a version's statement that lists the lines stated with it. Proofs of earlier
+versions of deltawire have none."""
 
 
 class LineStatements:
@@ -61,6 +68,14 @@ class LineStatements:
             for line in self._lines
             if upper.version in line.versions
         ]
+
+    def listed(self, made: Made, further: Sequence[Made]) -> Made:
+        """Returns the step of the run's version with the names of the lines that are stated with
+        it, so that a statement that is taken away is missed."""
+        if not self._lines:
+            return made
+        names = [name for one in further for name in one.parameters["layers"]]
+        return msgspec.structs.replace(made, parameters={**made.parameters, LISTED: names})
 
     @property
     def names(self) -> list[str]:

@@ -13,7 +13,7 @@ import msgspec
 
 from deltawire.errors import CorruptError, InputError
 from deltawire.launch.branches.envelopes import read_attestation
-from deltawire.launch.branches.line_statements import LineStatements, line_name, line_step
+from deltawire.launch.branches.line_statements import LISTED, LineStatements, line_name, line_step
 from deltawire.launch.branches.statements import (
     STEP_TYPE,
     Commitments,
@@ -36,12 +36,14 @@ GROUP = "group/"
 
 class ProofCheck(msgspec.Struct, kw_only=True):
     """The result: ``versions`` statements agree with the bucket, ``faults`` are versions whose
-    statement does not, with the reason. ``not_compared`` are versions that retention deleted, and
-    ``unlinked`` counts groups that are gone: erased, or deleted by retention."""
+    statement does not, with the reason. ``not_compared`` are versions that retention deleted,
+    ``lines_not_compared`` further precisions that nothing is stated about, and ``unlinked`` counts
+    groups that are gone: erased, or deleted by retention."""
 
     versions: int = 0
     faults: dict[int, str] = {}
     not_compared: int = 0
+    lines_not_compared: list[str] = []
     unlinked: int = 0
 
 
@@ -73,6 +75,7 @@ def check_proof(
     later = _kind(stated[min(stated)]) != STEP_TYPE  # Statements begin with a first version.
     every = sorted(one for one in committed | set(stated) if not later or one >= min(stated))
     known: dict[int, Digests] = {}
+    agreed: set[int] = set()
     commitments, mirror = Commitments(bucket, make=False), None
     for done, version in enumerate(every):
         progress(done, len(every))
@@ -104,37 +107,43 @@ def check_proof(
         if reason := _difference(made, statement, found):
             found.faults[version] = reason
         else:
-            found.versions += 1
-    _check_lines(bucket, run, folder, public_key, known, found)
+            agreed.add(version)
+    further = {
+        path.stem: read_attestation(path, public_key)
+        for path in sorted((folder / "statements").glob("line-*.json"))
+    }
+    _check_lines(bucket, run, stated, further, known, found)
+    found.versions = len(agreed - found.faults.keys())
     return found
 
 
 def _check_lines(
     bucket: Bucket,
     run: Run,
-    folder: Path,
-    public_key: str,
+    versions: dict[int, dict[str, Any]],
+    stated: dict[str, dict[str, Any]],
     known: dict[int, Digests],
     found: ProofCheck,
 ) -> None:
-    """Compares the statements of further precisions, which are made again for that. ``known`` are
-    the digests of the run's versions."""
+    """Compares the statements of further precisions, which are made again for that. ``versions``
+    are the statements of the run's versions, ``known`` their digests."""
     lines = LineStatements(bucket, run)
-    stated = {
-        path.stem: read_attestation(path, public_key)
-        for path in sorted((folder / "statements").glob("line-*.json"))
-    }
+    required = {name: _required(name, versions, stated) for name in lines.names}
+    found.lines_not_compared += [name for name, steps in required.items() if not steps]
+    missed = {step for steps in required.values() for step in steps}
     mirror = None
-    for version in sorted(known) if lines.names else ():
+    for version in sorted(known) if missed else ():
         try:
             manifest = read_manifest(bucket, run, version)
             if version not in found.faults and manifest is not None and not manifest.pruned:
                 mirror = load_mirror(bucket, run, at=version, into=mirror)
                 for made in lines.statements(mirror, known[version]):
                     statement = stated.get(made.name)
-                    reason = "no statement says how it was made"
+                    reason = ""
                     if statement is not None:
                         reason = _difference(made, statement, found)
+                    elif made.name in missed:
+                        reason = "no statement says how it was made"
                     if reason:
                         found.faults[version] = f"{made.name}: {reason}"
                 continue
@@ -146,6 +155,28 @@ def _check_lines(
             if statement is not None:
                 digests = _stated_digests(statement, line_name(name, version))
                 lines.remember(name, version, digests)
+
+
+def _required(
+    name: str, versions: dict[int, dict[str, Any]], stated: dict[str, dict[str, Any]]
+) -> list[str]:
+    """Returns the steps of a line that the versions' statements list. Statements that list no
+    lines, of an earlier deltawire, ask for all up to the last one that is there."""
+    last = max((one for one in versions if line_step(name, one) in stated), default=-1)
+    found = []
+    for version, statement in versions.items():
+        listed = _listed(statement)
+        if version <= last if listed is None else name in listed:
+            found.append(line_step(name, version))
+    return found
+
+
+def _listed(statement: dict[str, Any]) -> list[str] | None:
+    try:
+        found = statement["predicate"]["buildDefinition"]["externalParameters"].get(LISTED)
+    except (KeyError, TypeError, AttributeError):
+        return None
+    return [str(one) for one in found] if isinstance(found, list) else None
 
 
 def _kind(statement: dict[str, Any]) -> object:

@@ -74,7 +74,14 @@ class Derived(msgspec.Struct, frozen=True):
                 hint="KIND is pull, pull:PRECISION, merge, export, or a format of "
                 "deltawire pack, such as int8-row:o_proj",
             )
-        return cls(kind, Path(directory), tuple(filter(None, layers.split(","))))
+        named = tuple(filter(None, layers.split(",")))
+        if named and kind == MERGED:
+            raise InputError(f"--derived {text[:80]!r}: a merge has no layers", hint="merge=DIR")
+        if kind == PULLED and len(named) > 1:
+            raise InputError(
+                f"--derived {text[:80]!r}: one precision is pulled", hint="pull:PRECISION=DIR"
+            )
+        return cls(kind, Path(directory), named)
 
 
 def prove_run(
@@ -114,6 +121,7 @@ def prove_run(
         progress(done, len(manifests))
         mirror = load_mirror(bucket, run, at=manifest.version, into=mirror)
         known[manifest.version] = digests_of(mirror, run)
+        further = lines.statements(mirror, known[manifest.version])
         if done == 0:
             made = base_statement(run, manifest, known[manifest.version])
         else:
@@ -122,7 +130,7 @@ def prove_run(
             found.groups += made.parameters["groups"]
             if made.gone:
                 found.not_checkable[manifest.version] = made.gone
-        steps = [made, *lines.statements(mirror, known[manifest.version])]
+        steps = [lines.listed(made, further), *further]
         for step in steps:
             out.add(step)
         every += steps

@@ -318,3 +318,9 @@ def test_openssf_model_signing_takes_a_pulled_directory(proven, tmp_path):
     signer.sign(model, tmp_path / "model.sig")
     checker = verifying.Config().use_elliptic_key_verifier(public_key=tmp_path / "key.pub")
     checker.verify(model, tmp_path / "model.sig")
+
+
+@pytest.mark.parametrize("text", ["merge:x=DIR", "pull:a,b=DIR"])
+def test_layers_that_a_kind_does_not_have_are_refused(text):
+    with pytest.raises(InputError, match="--derived"):
+        Derived.parse(text)
