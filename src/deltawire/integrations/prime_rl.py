@@ -49,7 +49,7 @@ def verify(on_mismatch: OnMismatch = "warn", *, every: int = 1) -> WeightCheck:
 def _folder_of(original: Any, *args: Any, **kwargs: Any) -> Path:
     """Returns the folder of whole weights that an update was given; raises `InputError` if it was
     given none."""
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    given = inspect.getcallargs(original, *args, **kwargs)
     folder = given.get("weight_dir")
     adapter = given.get("lora_name") is not None
     if folder is None or adapter or not any(Path(folder).glob("*.safetensors")):
