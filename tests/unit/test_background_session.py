@@ -10,14 +10,17 @@ PROGRAM = "import time; print('ready', flush=True); time.sleep(600)"
 
 
 def test_a_child_can_be_interrupted_though_the_session_ignores_interrupts():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    hear_interrupts()
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as child:
-        try:
-            assert child.stdout.readline() == b"ready\n"
-            child.send_signal(signal.SIGINT)
-            assert child.wait(60) == -signal.SIGINT
-        finally:
-            child.kill()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        hear_interrupts()
+        with subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as child:
+            try:
+                assert child.stdout.readline() == b"ready\n"
+                child.send_signal(signal.SIGINT)
+                assert child.wait(60) == -signal.SIGINT
+            finally:
+                child.kill()
+    finally:
+        signal.signal(signal.SIGINT, before)

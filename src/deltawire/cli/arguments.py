@@ -242,8 +242,9 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         "--notify",
         default="",
         metavar="COMMAND",
-        help="run this if the run fails, commits no version for faults.long_s, or reaches a "
-        "limit, with DELTAWIRE_EVENT (failed, stalled, limit), DELTAWIRE_RUN and DELTAWIRE_REASON",
+        help="run this if the run fails, commits no version for faults.long_s once its processes "
+        "were started, or reaches a limit, with DELTAWIRE_EVENT (failed, stalled, limit), "
+        "DELTAWIRE_RUN and DELTAWIRE_REASON",
     )
     add_key(parser)
     parser.add_argument(

@@ -201,8 +201,8 @@ def execute(
     on_stall: Callable[[str], None] = lambda _: None,
 ) -> Summary | None:
     """Runs a job to its end and writes its report; None if it was interrupted. ``launcher`` decides
-    where its processes run, by default on this machine. ``on_stall`` is told in a thread if no
-    version is committed for ``faults.long_s``.
+    where its processes run, by default on this machine. ``on_stall`` is told in a thread if,
+    once all processes were started, no version is committed for ``faults.long_s``.
 
     On the first SIGINT or SIGTERM, and at the ``deadline``, the processes store what must be kept
     and end; the second signal kills them.
@@ -231,8 +231,7 @@ def execute(
         status_writer.start()
         if deadline is not None:
             deadline.start(stop)
-        stalls = StallAlarm(job.config.faults.long_s, on_stall)
-        verdicts = _stages(job, supervisor, watcher, stop, stalls)
+        verdicts = _stages(job, supervisor, watcher, stop, on_stall)
     finally:
         if deadline is not None:
             deadline.cancel()
@@ -256,7 +255,11 @@ def execute(
 
 
 def _stages(
-    job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[int], stalls: StallAlarm
+    job: Job,
+    supervisor: Supervisor,
+    watcher: Watcher,
+    stop: list[int],
+    on_stall: Callable[[str], None],
 ) -> list[Attestation] | None:
     supervisor.start()
     existing = find_run(job.bucket)
@@ -271,6 +274,8 @@ def _stages(
         if not _make_model(job, supervisor, watcher, stop):
             return None
     _start_all(job, supervisor, watcher, stop)
+    # Only now: a warm start commits no version, however long it takes.
+    stalls = StallAlarm(job.config.faults.long_s, on_stall)
     while not supervisor.check():
         watcher.tick()
         stalls.observe(watcher.state.version)

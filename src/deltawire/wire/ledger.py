@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
+from blake3 import blake3
 from msgspec import Meta
 
 from deltawire.errors import CorruptError
@@ -21,7 +22,7 @@ member, so that more can be added.
 """
 
 FORK_RECORD = "deltawire.fork"
-"""The member of the metadata of a fork's first version that names its parent."""
+"""The member of the metadata of a fork's first version that holds `ForkRecord`."""
 
 Sequence = Annotated[int, Meta(ge=0, le=10**10 - 1)]
 CLIENT_RECORD = "deltawire.client"
@@ -29,6 +30,20 @@ CLIENT_RECORD = "deltawire.client"
 
 DroppedRange = tuple[str, Sequence, Annotated[int, Meta(ge=1, le=1 << 20)]]
 """Consecutive groups of one worker: its name, the first sequence number, and how many."""
+
+
+class ForkRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """States where a fork began: the parent's id, and its version."""
+
+    parent: Annotated[str, Meta(max_length=64)]
+    version: Index
+
+
+def fork_id(record: ForkRecord, name: str, config: Mapping[str, Any], url: str = "") -> str:
+    """Returns the id of a fork, which follows from its origin, its name and its configuration, and
+    in another bucket than its parent's, from its ``url``."""
+    seed = [record.parent, record.version, name, config, *([url] if url else [])]
+    return blake3(msgspec.json.encode(seed, order="deterministic")).hexdigest()[:32]
 
 
 class PromptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -242,6 +242,7 @@ def test_a_fork_in_another_bucket_needs_nothing_of_its_parent(parent, tmp_path, 
     train(fork, to=4)
     assert digests(fork, 3, 4) == later
     assert not check_run(fork, deep=True).faults
+    assert verify_intervals(fork).began == VERSION
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,17 @@ from deltawire.rl.trainer.verify_intervals import (
     TrainingInterval,
     draw,
     escape_probability,
+    forked_from,
     intervals_of,
     verify_intervals,
 )
 from deltawire.store import open_bucket
-from deltawire.sync import read_run
+from deltawire.sync import read_manifest, read_run
 from deltawire.train.checkpoint_folders import release_checkpoint
 from deltawire.wire import keys
-from deltawire.wire.ledger import STEP_RECORD
+from deltawire.wire.ledger import FORK_RECORD, STEP_RECORD
 from deltawire.wire.lineage import Forgotten
+from deltawire.wire.manifest import encode_manifest
 from deltawire.wire.objects import encode_json
 
 VERSIONS = 5
@@ -91,6 +93,26 @@ def assert_found(bucket, lie):
     found = verify_intervals(bucket)
     assert found.faults, lie
     assert found.faults[0].version <= LIE_AT + 1
+
+
+def test_a_trainer_that_calls_a_version_a_forks_first_one_hides_none(copy):
+    """The record of another run's fork, and one that claims this bucket."""
+    run = read_run(copy)
+    for parent in (run.id, "0" * 32):
+        state_a_fork(copy, parent, 1)
+        state_a_fork(copy, parent, 2)
+        assert forked_from(copy, run) == 0
+        EDITS["an exchanged group and its hash"](copy)
+        assert verify_intervals(copy).faults[0].version == 1
+
+
+def state_a_fork(bucket, parent, version):
+    run = read_run(bucket)
+    manifest = read_manifest(bucket, run, version)
+    record = {FORK_RECORD: {"parent": parent, "version": version}}
+    bucket.put(
+        keys.manifest(version), encode_manifest(msgspec.structs.replace(manifest, metadata=record))
+    )
 
 
 def test_a_lie_told_by_the_trainer_is_found(tmp_path):

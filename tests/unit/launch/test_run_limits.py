@@ -10,6 +10,7 @@ from rich.console import Console
 
 from deltawire.cli import run
 from deltawire.cli.main import main
+from deltawire.config import parse_config
 from deltawire.errors import InputError, RetryError
 from deltawire.launch import session
 from deltawire.launch.run_limits import Deadline, StallAlarm, deadline_of, notify
@@ -124,3 +125,24 @@ def test_what_became_of_the_command_is_said(tmp_path):
     assert "status 3" in notify(f'{sys.executable} -c "raise SystemExit(3)"', **words)
     assert "--notify: " in notify("/no/such/program", **words)
     assert "--notify: " in notify("'", **words)
+
+
+def test_a_long_warm_start_is_no_stall(monkeypatch, tmp_path):
+    """The time counts from when the processes were started."""
+    order = []
+    monkeypatch.setattr(session, "find_run", lambda _: None)
+    monkeypatch.setattr(session, "check_start", lambda _: None)
+    monkeypatch.setattr(session, "_make_model", lambda *_: order.append("model made") or True)
+    monkeypatch.setattr(session, "_start_all", lambda *_: order.append("processes started"))
+    monkeypatch.setattr(session, "last_status", lambda _: SimpleNamespace(phase="training"))
+
+    def alarm(limit_s, report):
+        order.append(f"counting to {limit_s:.0f} s")
+        return StallAlarm(limit_s, report)
+
+    monkeypatch.setattr(session, "StallAlarm", alarm)
+    config = parse_config({"name": "slow", "faults": {"long_s": 900.0}}, source="test")
+    job = session.Job(config, tmp_path / "c.toml", None, tmp_path, None)
+    supervisor = SimpleNamespace(start=lambda: None, check=lambda: True)
+    assert session._stages(job, supervisor, None, [], print) is None
+    assert order == ["model made", "processes started", "counting to 900 s"]

@@ -1,16 +1,18 @@
 """Through a store that takes time: requests overlap, and no cost grows with what is old."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from threading import Barrier, Lock
 
+import msgspec
 import numpy as np
 import pytest
 from anchored import anchor_of
 from shard_ranks import RANKS, close, publish_all, rank_publisher
 
+from deltawire.errors import FencedError, InputError
 from deltawire.store import REQUESTS, open_bucket
 from deltawire.sync import Relay, load_mirror, open_publisher, prune, read_manifest
+from deltawire.sync.chain import gc_intents
 from deltawire.sync.follow import fetch
 from deltawire.sync.maintain import blob_copies
 from deltawire.sync.publish import anchors, encoding
@@ -19,6 +21,9 @@ from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.simulated import SimulatedBucket
 from deltawire.testing.tiny import audit, start_publisher, start_run, weights
 from deltawire.wire import keys, piece_table
+from deltawire.wire.coordination import DeletionIntent, RetentionFloor
+from deltawire.wire.run import encode_run
+from deltawire.wire.seal import seal
 
 BLOBS = 40
 
@@ -55,13 +60,29 @@ def test_the_blobs_in_memory_are_bounded(many_blobs, monkeypatch, limit):
     assert bucket.most_at_once <= max(2, limit // min(largest, 100))
 
 
+class _UploadsBucket(SimulatedBucket):
+    """Also has the largest number of blobs that were stored together."""
+
+    def __init__(self, inner, **options):
+        super().__init__(inner, **options)
+        self.most_uploads, self._uploads, self._counting = 0, 0, Lock()
+
+    def put(self, key, data):
+        with self._counting:
+            self._uploads += key.startswith(keys.BLOBS)
+            self.most_uploads = max(self.most_uploads, self._uploads)
+        super().put(key, data)
+        with self._counting:
+            self._uploads -= key.startswith(keys.BLOBS)
+
+
 def test_uploads_overlap_and_are_bounded(monkeypatch):
     def most(limit):
         monkeypatch.setattr(encoding, "UPLOAD_BYTES", limit)
-        bucket = SimulatedBucket(open_bucket("memory://"), latency_s=0.005)
+        bucket = _UploadsBucket(open_bucket("memory://"), latency_s=0.005)
         tensors = {f"{n:02d}": np.arange(256, dtype=np.uint16) for n in range(24)}
         open_publisher(bucket, tensors, blob_bytes=1, compaction_strides=()).close()
-        return bucket.most_at_once
+        return bucket.most_uploads
 
     assert 1 < most(1 << 20) <= encoding.UPLOADS
     assert most(1) == 1
@@ -194,30 +215,73 @@ def test_the_newest_anchor_is_found_in_few_rounds(monkeypatch, near, local):
         assert bucket.most_at_once > 1
 
 
-class _StampedBucket(SimulatedBucket):
-    """Also notes when each request began, by verb and folder."""
+class _CommittingBucket(SimulatedBucket):
+    """Calls ``committed`` once the next version, after it was set, has its manifest. From then on
+    it answers in waves of these ``sizes``: no request of a wave before all of it are asked, and
+    with an error if they are not."""
 
-    def __init__(self, inner, **options):
-        self.began = []
-        super().__init__(inner, **options)
+    def __init__(self, inner, sizes=()):
+        super().__init__(inner, latency_s=0.0)
+        self.committed, self.asked = None, None
+        self._lock_of_waves = Lock()
+        self._waves = iter([one for size in sizes for one in [Barrier(size, timeout=20)] * size])
 
     def _call(self, verb, key, operation):
-        self.began.append((time.monotonic(), verb, key.partition("/")[2].partition("/")[0]))
-        return super()._call(verb, key, operation)
+        if self.asked is not None:
+            with self._lock_of_waves:
+                self.asked.append((verb, key))
+                wave = next(self._waves, None)
+            if wave is not None:
+                wave.wait()
+            return super()._call(verb, key, operation)
+        done = super()._call(verb, key, operation)
+        if self.committed is not None and verb == "create" and key.startswith(keys.MANIFESTS):
+            self.committed()
+            self.asked = []
+        return done
 
 
 def test_what_a_commit_checks_afterwards_is_asked_together():
     """The run's description, the floors and retention's announcements, then the blobs: a store
     that refuses some requests makes a commit late by two of them, not by five."""
-    bucket = _StampedBucket(open_bucket("memory://"), latency_s=0.1)
-    tensors = {f"{n:02d}": np.arange(256, dtype=np.uint16) for n in range(4)}
-    publisher = open_publisher(bucket, tensors, anchor_every=0, compaction_strides=())
-    publisher.publish({name: bits ^ np.uint16(1) for name, bits in tensors.items()}, wait=True)
-    bucket.began.clear()
-    publisher.publish(tensors, wait=True)
+    bucket = _CommittingBucket(open_bucket("memory://"), [4, 4])
+    rng = np.random.default_rng(0)
+    first, second = (
+        {f"{n:02d}": rng.integers(1 << 16, size=256, dtype=np.uint16) for n in range(4)}
+        for _ in range(2)
+    )
+    publisher = open_publisher(bucket, first, anchor_every=0, compaction_strides=(), blob_bytes=1)
+    bucket.committed = lambda: None
+    publisher.publish(second, wait=True)
+    asked = sorted((verb, key.partition("/")[0]) for verb, key in bucket.asked[:4])
     publisher.close()
-    created = next(at for at, verb, _ in bucket.began if verb == "create")
-    after = sorted(at - created for at, verb, _ in bucket.began if at > created)
-    assert len(after) >= 5
-    waves = 1 + sum(later - one > 0.05 for one, later in pairwise(after))
-    assert waves == 2
+    assert asked == [("head", "run.json"), *[("list", "weights")] * 3]
+    assert [verb for verb, _ in bucket.asked[4:]] == ["head"] * 4
+
+
+@pytest.mark.parametrize("what", ["closed", "foreign"])
+def test_a_writer_that_may_not_go_on_hears_it_before_it_waits_for_a_deletion(monkeypatch, what):
+    inner = open_bucket("memory://")
+    bucket = _CommittingBucket(inner)
+    tensors = {"w": np.arange(256, dtype=np.uint16)}
+    publisher = open_publisher(bucket, tensors, anchor_every=0, compaction_strides=())
+    run, waited = publisher.run, []
+    monkeypatch.setattr(gc_intents, "_wait_for", lambda _, entry: waited.append(entry.key))
+
+    def announce():
+        blobs = [key.removeprefix(keys.BLOBS) for key in inner.list(keys.BLOBS)]
+        put_sealed(inner, keys.deletion_intent("a"), DeletionIntent(run=run.id, blobs=blobs))
+        if what == "closed":
+            put_sealed(inner, keys.retention_floor(2), RetentionFloor(run=run.id, version=2))
+            inner.put(keys.manifest(2), b"of a rival")
+        else:
+            inner.put(keys.RUN, encode_run(msgspec.structs.replace(run, id="0" * 32)))
+
+    def put_sealed(place, key, value):
+        place.put(key, seal(value, key=key))
+
+    bucket.committed = announce
+    publisher.publish({"w": tensors["w"] ^ np.uint16(1)})
+    with pytest.raises(FencedError if what == "closed" else InputError):
+        publisher.close()
+    assert waited == []

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
-from msgspec import Meta
 
 from deltawire.errors import CorruptError
 from deltawire.launch.branches.fork_copy import KnownFork, children_from
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import committed_versions, find_run, read_manifest
 from deltawire.wire import keys
-from deltawire.wire.ledger import FORK_RECORD
-from deltawire.wire.payload import Index
-
-
-class ForkRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """States where a fork began: the parent's id, and its version."""
-
-    parent: Annotated[str, Meta(max_length=64)]
-    version: Index
+from deltawire.wire.ledger import FORK_RECORD, ForkRecord
 
 
 def fork_names(bucket: Bucket) -> list[str]:

@@ -41,7 +41,6 @@ from deltawire.launch.branches.fork_copy import (
     register_child,
     withdraw_child,
 )
-from deltawire.launch.branches.fork_places import ForkRecord
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.needs import config_of, needs_of
@@ -51,7 +50,13 @@ from deltawire.sync.chain.objects import create_run, read_compacted_delta
 from deltawire.sync.chain.tags import add_tag
 from deltawire.wire import keys
 from deltawire.wire.coordination import RetentionFloor
-from deltawire.wire.ledger import FORK_RECORD, STEP_RECORD, CommitMetadata
+from deltawire.wire.ledger import (
+    FORK_RECORD,
+    STEP_RECORD,
+    CommitMetadata,
+    ForkRecord,
+    fork_id,
+)
 from deltawire.wire.manifest import Manifest, encode_manifest
 from deltawire.wire.payload import ZERO_SUM
 from deltawire.wire.run import Run
@@ -100,11 +105,10 @@ def fork_run(
     raw = stored_settings(config) if config is not None else run.config
     location = to or f"{parent.url.rstrip('/')}/{keys.fork(name)}"
     place = RetryingBucket.over(open_bucket(location, create=True))
-    seed = [run.id, version, name, raw, *([place.url] if to else [])]
-    seen = msgspec.json.encode(seed, order="deterministic")
+    origin = ForkRecord(parent=run.id, version=version)
     described = msgspec.structs.replace(
         run,
-        id=blake3(seen).hexdigest()[:32],
+        id=fork_id(origin, name, raw, place.url if to else ""),
         name=name,
         created_at=time.time(),
         config=raw,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ from deltawire.rl.trainer.verify_training import doubts_of, refuse_midtraining, 
 from deltawire.runtime.process import open_run
 from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket
+from deltawire.store.forked import split_fork
 from deltawire.sync import (
     Mirror,
     committed_versions,
@@ -44,11 +46,18 @@ from deltawire.sync import (
     newest_readable,
     read_manifest,
 )
+from deltawire.sync.chain.objects import newest_retention_floor
 from deltawire.train.checkpoint import load_checkpoint
 from deltawire.train.checkpoint_folders import checkpoint_versions, kept_intervals
 from deltawire.train.checkpoint_storage import bytes_of
 from deltawire.wire import keys
-from deltawire.wire.ledger import FORK_RECORD, STEP_RECORD, CommitMetadata
+from deltawire.wire.ledger import (
+    FORK_RECORD,
+    STEP_RECORD,
+    CommitMetadata,
+    ForkRecord,
+    fork_id,
+)
 from deltawire.wire.run import Run
 
 
@@ -98,12 +107,12 @@ def escape_probability(share: float, draws: int) -> float:
     return (1.0 - share) ** draws
 
 
-def intervals_of(bucket: Bucket, run: Run) -> list[TrainingInterval]:
+def intervals_of(bucket: Bucket, run: Run, *, began: int = 0) -> list[TrainingInterval]:
     """Returns the intervals between version 0, the stored states and the newest version.
 
     Without version 0 the first begins at the oldest state; in a fork, whose earlier versions were
-    trained in its parent, at the version that it began with. Raises `InputError` if the run has
-    trained no version, or nothing is left to begin with.
+    trained in its parent, at the version that it ``began`` with (`forked_from`). Raises
+    `InputError` if the run has trained no version, or nothing is left to begin with.
     """
     head = newest_readable(bucket, run)
     if head is None or head.version == 0:
@@ -111,9 +120,8 @@ def intervals_of(bucket: Bucket, run: Run) -> list[TrainingInterval]:
     start = read_manifest(bucket, run, 0)
     ends = {0} if start is not None and not start.pruned else set()
     committed = committed_versions(bucket)
-    first = _forked_from(bucket, run)
     ends |= {one for one in checkpoint_versions(bucket) if one in committed}
-    ends = {one for one in ends if first <= one < head.version} | {head.version}
+    ends = {one for one in ends if began <= one < head.version} | {head.version}
     ordered = sorted(ends)
     if len(ordered) < 2:
         raise InputError(
@@ -124,18 +132,33 @@ def intervals_of(bucket: Bucket, run: Run) -> list[TrainingInterval]:
     return [TrainingInterval(*pair) for pair in itertools.pairwise(ordered)]
 
 
-def _forked_from(bucket: Bucket, run: Run) -> int:
+def forked_from(bucket: Bucket, run: Run) -> int:
     """Returns the version that a fork began with, 0 for any other run. Versions before it say
-    nothing of a step."""
-    for version in committed_versions(bucket):
+    nothing of a step.
+
+    A record counts only if the run's id follows from it: a trainer writes the metadata of all its
+    versions, and one that states a fork would keep the earlier ones from being checked.
+    """
+    floor = newest_retention_floor(bucket, run)
+    for version in committed_versions(bucket, newer_than=floor - 1):
         with suppress(CorruptError):
             manifest = read_manifest(bucket, run, version)
             metadata = {} if manifest is None else manifest.metadata
-            if FORK_RECORD in metadata:
+            if _is_origin(bucket, run, version, metadata.get(FORK_RECORD)):
                 return version
             if STEP_RECORD in metadata:
                 break
     return 0
+
+
+def _is_origin(bucket: Bucket, run: Run, version: int, raw: object) -> bool:
+    """Returns whether ``raw`` is the record of a fork that made this run with ``version``."""
+    try:
+        record = msgspec.convert(raw, ForkRecord)
+    except msgspec.ValidationError:
+        return False
+    place = "" if split_fork(bucket.url)[1] else bucket.url
+    return record.version == version and run.id == fork_id(record, run.name, run.config, place)
 
 
 def draw(intervals: Sequence[TrainingInterval], count: int | None) -> list[TrainingInterval]:
@@ -163,8 +186,9 @@ def verify_intervals(
     """
     run, config = open_run(bucket, role="trainer")
     refuse_midtraining(bucket, config)
-    found_all = intervals_of(bucket, run)
-    found = TrainingCheck(len(found_all), [], began=_forked_from(bucket, run))
+    began = forked_from(bucket, run)
+    found_all = intervals_of(bucket, run, began=began)
+    found = TrainingCheck(len(found_all), [], began=began)
     drawn = found.drawn = found_all
     if spot is not None:
         gone = {one: reason for one in found_all if (reason := _why_gone(bucket, run, one))}

@@ -39,9 +39,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
+from itertools import chain
 from urllib.parse import urlsplit
 
 from deltawire.errors import CorruptError, RetryError, UnreadableError
@@ -170,22 +171,34 @@ def drop_dead_intents(bucket: Bucket, now: datetime) -> None:
             bucket.delete(entry.key)
 
 
+LISTINGS = 2
+"""How often intents are listed: one that a single short listing left out would take a blob after
+the check."""
+
+
 def blobs_stay(
-    bucket: Bucket, run: Run, refs: Iterable[BlobRef], *, unsigned: bool = False
+    bucket: Bucket,
+    run: Run,
+    refs: Iterable[BlobRef],
+    *,
+    unsigned: bool = False,
+    listed: Sequence[ObjectMeta] | None = None,
 ) -> bool:
     """Returns whether ``refs``, the blobs of an object just committed, all exist and will stay.
 
     Waits for the earlier intents that name one of them; ``unsigned`` ones count too in a signed run
-    where retention has no key. If the result is False, the caller must put the missing blobs again;
+    where retention has no key. ``listed`` has the intents of `LISTINGS` listings that the caller
+    made after the commit. If the result is False, the caller must put the missing blobs again;
     they then stay. Raises `RetryError` if the store does not answer.
     """
     bucket = RetryingBucket.over(bucket)
     blobs = {keys.blob(ref.hash): ref for ref in refs}
     if not blobs:
         return True
-    # Listed twice: an intent that one short listing left out would take a blob after the check.
-    listings = in_parallel(bucket, bucket.list_objects, [keys.DELETION_INTENTS] * 2)
-    for entry in {entry.key: entry for listing in listings for entry in listing}.values():
+    if listed is None:
+        places = [keys.DELETION_INTENTS] * LISTINGS
+        listed = list(chain.from_iterable(in_parallel(bucket, bucket.list_objects, places)))
+    for entry in {entry.key: entry for entry in listed}.values():
         if blobs.keys() & _named_by(bucket, run, entry, unsigned=unsigned):
             _wait_for(bucket, entry)
     return not missing_blobs(bucket, list(blobs.values()))

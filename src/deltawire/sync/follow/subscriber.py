@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from deltawire.codec import Digest, Patch
 from deltawire.errors import BugError, CorruptError, ResyncError, RetryError, ThrottledError
@@ -131,7 +132,7 @@ class Subscriber:
         with self._turn:
             self._require_version()
             try:
-                return self._prepare()
+                return self._looking_again(self._plan_and_cross)
             except DamagedTableError as error:
                 version = error.version
                 if version is None or newest_version(self.bucket, newer_than=version) is not None:
@@ -139,15 +140,15 @@ class Subscriber:
                 self._poller.pass_over(version, error)
                 return None
 
-    def _prepare(self) -> Update | None:
+    def _looking_again(self, prepare: Callable[[], Update | None]) -> Update | None:
         """Prepares a step; once more if a blob that was missing is there by now."""
         try:
-            return self._plan_and_cross()
+            return prepare()
         except MissingBlobError as error:
             if not error.is_over(self.bucket):
                 raise
             self._finder, self._edges = None, ()
-            return self._plan_and_cross()
+            return prepare()
 
     def _plan_and_cross(self) -> Update | None:
         started = time.perf_counter()
@@ -185,7 +186,7 @@ class Subscriber:
         """
         with self._turn:
             self._require_version()
-            return self._prepare_to(version)
+            return self._looking_again(partial(self._prepare_to, version))
 
     def _prepare_to(self, version: int) -> Update | None:
         started = time.perf_counter()

@@ -31,6 +31,7 @@ from deltawire.store import (
 )
 from deltawire.store.traffic import count
 from deltawire.sync.chain.evidence import read_again, require_evidence
+from deltawire.sync.chain.gc_intents import LISTINGS
 from deltawire.sync.chain.objects import (
     check_manifest,
     check_signer,
@@ -463,40 +464,43 @@ class VersionWriter:
         """Checks after the commit that the bucket describes the run (by the ``leader``), and that
         retention deleted neither the version nor its blobs.
 
-        None of the reads waits for another's answer: a store that refuses some of them would make a
-        commit late by the sum of all. Raises `InputError` for another run (see `check_run`),
-        `FencedError` if the version was closed; missing blobs are uploaded again.
+        All reads but those of the blobs are asked together: a store that refuses some of them would
+        make a commit late by the sum of all. Raises `InputError` for another run (see `check_run`),
+        `FencedError` if the version was closed, both before it waits for a deletion. Missing blobs
+        are then uploaded again.
         """
         if manifest.anchor is not None:
             count("anchors")
-        checks: list[Callable[[], None]] = [
-            partial(self._check_open, manifest),
-            partial(self._keep, manifest, encoded),
-        ]
-        if leader:
-            checks.insert(0, self.check_run)
+        refs = [ref for payload in encoded.payloads for ref in payload.blobs]
+        if self._merged:
+            refs += table_blobs(manifest.payloads)
+        listed: list[ObjectMeta] = []
+
+        def list_intents() -> None:
+            listed.extend(self.bucket.list_objects(keys.DELETION_INTENTS))
+
+        checks: list[Callable[[], None]] = [self.check_run] if leader else []
+        checks.append(partial(self._check_open, manifest))
+        checks += [list_intents] * (LISTINGS if refs else 0)
         in_parallel(self.bucket, _call, checks)
+        keep_blobs(
+            self.bucket, self.run, refs, partial(self._store_again, manifest, encoded),
+            listed=listed,
+        )  # fmt: skip
 
     def _check_open(self, manifest: Manifest) -> None:
         """Raises `FencedError` if retention has closed a version."""
         if newest_retention_floor(self.bucket, self.run) > manifest.version:
             raise self.fence(manifest.version, "retention has closed this version meanwhile")
 
-    def _keep(self, manifest: Manifest, encoded: Encoded) -> None:
-        """Ensures that the blobs of a version that was just committed stay."""
-
-        def again() -> None:
-            if self._encode(whole=False).delta != encoded.delta:
-                raise BugError("encoding the same weights again gave different blobs")
-            if encoded.anchor is not None:
-                restore_anchor(self.bucket, self.run, encoded.anchor, self.staging)
-            for payload in self._merged:
-                store_payload(self.bucket, self.run, payload, version=manifest.version)
-
-        refs = [ref for payload in encoded.payloads for ref in payload.blobs]
-        if self._merged:
-            refs += table_blobs(manifest.payloads)
-        keep_blobs(self.bucket, self.run, refs, again)
+    def _store_again(self, manifest: Manifest, encoded: Encoded) -> None:
+        """Uploads all blobs of a version that was just committed once more."""
+        if self._encode(whole=False).delta != encoded.delta:
+            raise BugError("encoding the same weights again gave different blobs")
+        if encoded.anchor is not None:
+            restore_anchor(self.bucket, self.run, encoded.anchor, self.staging)
+        for payload in self._merged:
+            store_payload(self.bucket, self.run, payload, version=manifest.version)
 
     def advance(self, manifest: Manifest, encoded: Encoded) -> None:
         """Makes the staged weights, which ``manifest`` commits, the baseline."""

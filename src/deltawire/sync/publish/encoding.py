@@ -24,7 +24,7 @@ from typing import NamedTuple
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import RetryError
-from deltawire.store import Bucket
+from deltawire.store import Bucket, ObjectMeta
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.evidence import READS
 from deltawire.sync.chain.gc_intents import blobs_stay
@@ -186,14 +186,20 @@ def upload_delta(
 
 
 def keep_blobs(
-    bucket: Bucket, run: Run, refs: Sequence[BlobRef], again: Callable[[], None]
+    bucket: Bucket,
+    run: Run,
+    refs: Sequence[BlobRef],
+    again: Callable[[], None],
+    *,
+    listed: Sequence[ObjectMeta] | None = None,
 ) -> None:
     """Ensures that the blobs ``refs``, which a manifest just committed, stay in the bucket.
 
     If retention took one (see `gc_intents`), ``again`` encodes and uploads them once more, under
-    the same names: encoding is deterministic. Raises `RetryError` if the store does not answer.
+    the same names: encoding is deterministic. ``listed`` has the intents that were listed after the
+    commit (see `blobs_stay`). Raises `RetryError` if the store does not answer.
     """
-    if blobs_stay(bucket, run, refs):
+    if blobs_stay(bucket, run, refs, listed=listed):
         return
     for _ in range(READS - 1):  # One wrong answer to the second look must not end all ranks.
         again()

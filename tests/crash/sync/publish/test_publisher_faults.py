@@ -220,7 +220,8 @@ def test_a_rival_at_each_operation_in_turn():
     Each number has one author, and the publisher that was overtaken raises.
     """
     fenced = 0
-    for at in range(1, operations_of_a_clean_life() + 2):  # After the last one too.
+    count = operations_of_a_clean_life()
+    for at in range(1, count + 2):
         history = History(open_bucket("memory://"), last=LAST)
         rival = History(history.bucket.inner, last=LAST)
         rival.lives = 100  # Different weights.
@@ -232,12 +233,14 @@ def test_a_rival_at_each_operation_in_turn():
             rival.publish(publisher)
             publisher.close()
 
-        history.bucket.pause(wait=overtake, at=at)
+        # The last turn is after the last operation.
+        history.bucket.pause(wait=overtake, at=min(at, count), done=at > count)
         try:
             history.live()
         except FencedError:
             fenced += 1
             history.live()
+        assert rival.lives == 101
         # A trainer that is overtaken after its last operation has nothing left to raise.
         assert history.audit() in (LAST, LAST + 1)
     assert fenced > 10

@@ -226,10 +226,12 @@ class StoredAgain(DelegatingBucket):
 
 
 @pytest.mark.parametrize("stepwise", [False, True])
-def test_a_blob_that_its_writer_stores_again_is_looked_for_again(bucket, run, stepwise):
+@pytest.mark.parametrize("to", [None, NEWEST])
+def test_a_blob_that_its_writer_stores_again_is_looked_for_again(bucket, run, stepwise, to):
     store = StoredAgain(bucket, blob_key(bucket, run, NEWEST, "delta"), answers=1)
     subscriber = subscriber_at(store, run, NEWEST - 1, stepwise=stepwise)
-    assert subscriber.advance()
+    update = subscriber.prepare() if to is None else subscriber.prepare_to(to)
+    subscriber.commit(update)
     assert_holds(subscriber.mirror, NEWEST)
 
 
