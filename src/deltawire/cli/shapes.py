@@ -112,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.out:
         raise InputError("--out writes one profile: name accelerators with --on, or a shape")
     elif arguments.model:
-        model, packing = _find_model(arguments.model)
+        model, native = _find_model(arguments.model)
+        packing = arguments.packing or native
         rows = machine_rows(model, packing, arguments.context)
         rows += needs_rows(model, packing, arguments.context)
         _rows(rows, as_json=arguments.json)

@@ -77,6 +77,8 @@ RESUMABLE: Final[dict[str, str]] = {
     "retain.events_days": "step",
     "retain.checkpoints": "step",
     "retain.proofs": "step",
+    "retain.captures_days": "start",
+    "retain.feedback_days": "start",
     "workers.allow": "step",
     "workers.quota": "step",
     "trust.rescore_share": "step",

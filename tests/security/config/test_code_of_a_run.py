@@ -40,7 +40,7 @@ FROM_TABLES = {
     ("engines/registry.py", "_module"): "ENGINES",
     ("parity/scorers.py", "_module"): "SCORERS",
     ("export/source.py", "open_source"): "EXPORTERS",
-    ("quantization/formats.py", "open_format"): "FORMATS",
+    ("quantization/formats.py", "open_format"): "PACKED",
     ("train/loss/policy.py", "surrogate_named"): "SURROGATES; others go through the gate",
     ("envs/registry.py", "_attribute"): "BUILT_IN and entry points; others go through the gate",
     ("envs/scoring_process.py", "_serve"): "the child of an OwnReward, which passed the gate",
@@ -50,6 +50,8 @@ FROM_TABLES = {
     ("engines/sglang/http_calls.py", "install"): "SGLang's own server",
     ("engines/following/http_calls.py", "_json"): "a module of fastapi",
     ("engines/following/unix_listening.py", "listen_on"): "uvicorn",
+    ("integrations/__main__.py", "main"): "NAMES, and the module that the caller names",
+    ("integrations/nemo_rl.py", "verify"): "NeMo-RL itself",
     ("launch/branches/envelopes.py", "require_libraries"): "the packages of the extra prove",
     ("launch/branches/rescoring.py", "load_reward"): "the file that the caller of rescore names",
 }

@@ -72,9 +72,14 @@ PROCESSES = [
 EVALUATORS = [key for key in PROCESSES if "evaluator" in key]
 SCORES = keys.reference("w0", 0)
 REFERENCES = [SCORES, *(key for key in PROCESSES if "reference" in key)]
+COMPACTED = [
+    keys.live_compacted("captures", "g0", "0"), keys.live_index("captures", "g0", "0"),
+    keys.live_compacting("captures", "g0", "0"),
+]  # fmt: skip
 GATEWAYS = [
     keys.live_gateway("g0"), keys.live_captures("g0", 0), keys.live_feedback("g0", 0),
     keys.live_decision(0), keys.live_forgotten("0" * 32),
+    *COMPACTED,
 ]  # fmt: skip
 LINEAGE = keys.live_lineage("WORKER", 0)
 PROOFS = [keys.proof_salt("w0", 0), keys.child("try")]
@@ -105,7 +110,8 @@ MAY_DELETE = {
     "worker": set(),
     "evaluator": set(),
     "reference": set(),
-    "gateway": set(),
+    # Which it merges, and rows of whom it forgets.
+    "gateway": {keys.live_captures("g0", 0), keys.live_feedback("g0", 0), *COMPACTED},
     "learner": set(),
     "reader": set(),
     "viewer": set(),

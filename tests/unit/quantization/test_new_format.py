@@ -74,12 +74,17 @@ def test_a_configuration_and_a_merge_take_it():
     assert NAME in unknown[1]
 
 
+def of_the_catalogue(printed):
+    """The rows of named accelerators: those of this machine name its free memory."""
+    return [row for row in json.loads(printed) if "this machine" not in row["accelerators"]]
+
+
 def test_plans_take_it(capsys):
     assert planned_bits("int8-groups") == 8.25
     arguments = ["shapes", "qwen3-30b-a3b", "--mode", "lora", "--json"]
     assert main([*arguments, "--packing", "int8-groups"]) == 0
     ours = capsys.readouterr().out
     assert main([*arguments, "--packing", "int4"]) == 0
-    assert ours != capsys.readouterr().out
+    assert of_the_catalogue(ours) != of_the_catalogue(capsys.readouterr().out)
     with pytest.raises(InputError, match="int8-groups"):
         planned_bits("int8-groups-of-65")

@@ -58,7 +58,7 @@ def test_a_folder_named_so_without_a_run_above(tmp_path, monkeypatch):
     [
         ("s3://bucket/run/forks/one", ("s3://bucket/run", "one")),
         ("/a/forks/one/forks/two/", ("/a/forks/one", "two")),
-        ("/a/forks/one/lines/x", ("/a/forks/one/lines/x", "")),
+        ("/a/forks/one/lines/x", ("/a/lines/x", "one")),
         ("/a/forks/", ("/a/forks/", "")),
         ("/a/forks/..", ("/a/forks/..", "")),
         ("/forks/one", ("/forks/one", "")),

@@ -52,7 +52,7 @@ def test_what_another_version_had_to_answer_is_an_error_of_its_arm():
     evidence = canary.poll(NOW + 100)
     assert sum(counts(evidence)) == 300
     assert not evidence.mismatched
-    assert evidence.harmful() == ["error"]
+    assert evidence.harmful() == [METRIC, "error"]
 
 
 def gateway_state(canary, name, **facts):
