@@ -26,7 +26,7 @@ def read_operator(bucket: Bucket, run: str) -> OperatorState:
             raise CorruptError("the operator's state of another run", run=bucket.url, key=key)
         return found
     except CorruptError as error:
-        # What nobody can read may be a freeze, so nothing is promoted or rolled back until then.
+        # It may say "frozen", and a frozen run is safe: it promotes and rolls back nothing.
         return OperatorState(run=run, mode="frozen", reason=f"{key}: {error.message}"[:1024])
 
 
