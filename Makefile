@@ -58,9 +58,11 @@ live: setup
 	@$(BIN)/deltawire simulate examples/live.toml --seconds 420 --out runs/live
 
 # mypy keeps one core busy, and tests wait at times: both run at once, and lint speaks at the end.
-# One process compiles the modules of tests meanwhile; each worker would.
+# One process compiles the modules of tests meanwhile; each worker would. A shell's background job
+# ignores Ctrl-C, so lint is ended then.
 test: setup
 	@mkdir -p build; $(LINT) >build/lint.log 2>&1 & lint=$$!; \
+		trap 'kill $$lint; exit 130' INT TERM; \
 		$(BIN)/python -m pytest --collect-only -q -n 0 >/dev/null 2>&1; \
 		$(PYTEST); tested=$$?; \
 		wait $$lint; linted=$$?; cat build/lint.log; exit $$((tested + linted))
