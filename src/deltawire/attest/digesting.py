@@ -63,7 +63,8 @@ def digests(
 
 def digests_of_stream(stream: Iterable[tuple[str, Any]], *, dtype: str | None = None) -> Digests:
     """Returns the digests of whole tensors that are given one after the other with their names, as
-    trainers export them for an engine; none is kept. ``dtype`` as in `digests`.
+    trainers export them for an engine; none is kept. ``dtype`` as in `digests`. A matrix with the
+    bits of an earlier one is an alias of it, as tied tensors are.
 
     Example::
 
@@ -71,7 +72,8 @@ def digests_of_stream(stream: Iterable[tuple[str, Any]], *, dtype: str | None = 
     """
     from deltawire.attest.torch_tensors import stream_digests
 
-    return total_of(stream_digests(stream, dtype))
+    found, aliases = stream_digests(stream, dtype)
+    return total_of(found, aliases=aliases)
 
 
 def _of_arrays(tensors: Mapping[str, Any], dtype: str | None) -> Digests:

@@ -42,6 +42,8 @@ CHUNK_ELEMENTS = 1 << 22
 ROUNDED_ELEMENTS = 1 << 15
 """Elements of the host that are rounded at a time: they stay in the processor's cache, and torch
 rounds so few in the calling thread."""
+SAMPLED_ELEMENTS = 64
+"""Elements of a matrix that tell whether it may be tied to an earlier one."""
 TASK_ELEMENTS = 1 << 20
 """Elements that one thread digests before it takes the next ones."""
 
@@ -72,16 +74,42 @@ def held_parts(
 
 
 @torch.no_grad()
-def stream_digests(stream: Iterable[tuple[str, Tensor]], dtype: str | None) -> list[TensorDigest]:
-    """Digests whole tensors as they pass; none is kept. Raises `InputError` as `digests` does."""
+def stream_digests(
+    stream: Iterable[tuple[str, Tensor]], dtype: str | None
+) -> tuple[list[TensorDigest], dict[str, str]]:
+    """Digests whole tensors as they pass; none is kept. Returns them and the aliases: matrices with
+    the bits of an earlier one, as exports give a tied tensor under each of its names, and often
+    gathered anew. Raises `InputError` as `digests` does."""
     wanted = dtype_named(dtype)
-    found = []
+    found: list[TensorDigest] = []
+    aliases: dict[str, str] = {}
+    first: dict[tuple[object, ...], HeldPart] = {}
     with _threads() as threads:
         for name, tensor in stream:
-            held = _held(name, tensor, wanted if tensor.is_floating_point() else None)
+            rounded = wanted if tensor.is_floating_point() else None
+            held = _held(name, tensor, rounded)
+            sample = _sample(tensor, rounded or tensor.dtype)
+            twin = first.get(sample) if sample else None
+            if twin is not None:
+                same = _held(twin.spec.name, tensor, rounded).started(threads).part()
+                if same.digest == twin.digest:
+                    aliases[name] = twin.spec.name
+                    continue
             part = held.started(threads).part()
+            if sample:
+                first.setdefault(sample, part)
             found.append(described(part.spec, part.digest))
-    return found
+    return found, aliases
+
+
+def _sample(tensor: Tensor, dtype: torch.dtype) -> tuple[object, ...]:
+    """Returns a few elements of a matrix, its shape and dtype: matrices with other ones differ.
+    Empty if they are all zero, and for vectors: those of a new model are alike and not tied."""
+    if tensor.ndim < 2 or isinstance(tensor, DTensor) or not tensor.numel():
+        return ()
+    middle = tensor[tuple(size // 2 for size in tensor.shape[:-1])]
+    bits = _bits(middle[:SAMPLED_ELEMENTS], dtype)
+    return (tuple(tensor.shape), dtype, bits.tobytes()) if bits.any() else ()
 
 
 def _threads() -> ThreadPoolExecutor:

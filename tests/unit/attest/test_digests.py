@@ -248,6 +248,21 @@ def test_what_lies_on_a_gpu_is_read_by_the_calling_thread(monkeypatch):
 
     monkeypatch.setattr(torch_tensors, "digest_tensor", digest_tensor)
     held = {"a": torch.arange(6.0).as_subclass(Elsewhere)}
-    assert torch_tensors.stream_digests(held.items(), None)
+    assert torch_tensors.stream_digests(held.items(), None)[0]
     assert torch_tensors.held_parts(held, dtype=None, merged=False)[0]
     assert read == [threading.current_thread()] * 2
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_an_export_that_gives_a_tied_tensor_twice_is_one_with_an_alias(gathered):
+    """Sharded trainers gather it anew for each of its names."""
+    tied, other = torch.randn(6, 4), torch.randn(6, 4)
+    again = tied.clone() if gathered else tied
+    almost = tied.clone()
+    almost[0, 0] += 1  # Outside of the sample.
+    bias, empty = torch.ones(4), torch.zeros(6, 4)
+    stream = {"embed": tied, "other": other, "almost": almost, "head": again, "bias": bias,
+              "more": bias, "a": empty, "b": empty}  # fmt: skip
+    found = attest.digests_of_stream(stream.items(), dtype="bfloat16")
+    assert found.aliases == {"head": "embed"}
+    assert found.by_name.keys() == stream.keys() - {"head"}

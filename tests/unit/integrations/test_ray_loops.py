@@ -25,6 +25,7 @@ class VerlManager:
         held = SimpleNamespace(worker_dict={"actor_rollout": worker}) if colocated else worker
         self.actor_wg = SimpleNamespace(workers=[Actor(held)])
         self.replicas = [SimpleNamespace(server_address=address)]
+        self.export = export
         self.policy, self.engine, self.awaits = policy, engine, awaits
 
     def update_weights(self, global_steps=None):
@@ -55,6 +56,23 @@ def test_verl_is_compared_by_one_line_of_its_configuration(verl, serve, caplog, 
     policy.step()
     own.update_weights()
     assert "norm" in caplog.text
+
+
+def test_a_tied_head_that_verl_exports_twice_is_equal(verl, serve, caplog):
+    module, manager = verl
+    check = module.verify("stop")
+    policy = Policy()
+    engine = SmallEngine(policy.served())
+    own = manager(policy, engine, serve(engine).address)
+    exported = lambda: ({**policy.served(), "head": policy.served()["embed"]}.items(), None)  # noqa: E731
+    own.export.get_per_tensor_param = exported
+    own.update_weights()
+    assert check.last[own.replicas[0].server_address].equal
+    assert not caplog.records
+    policy.step()
+    engine.drops = ("embed",)
+    with pytest.raises(StoppedError, match="embed"):
+        own.update_weights()
 
 
 def test_verl_stops_where_its_update_is_awaited(verl, serve):
