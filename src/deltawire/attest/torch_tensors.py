@@ -79,7 +79,7 @@ def stream_digests(
 ) -> tuple[list[TensorDigest], dict[str, str]]:
     """Digests whole tensors as they pass; none is kept. Returns them and the aliases: matrices with
     the bits of an earlier one, as exports give a tied tensor under each of its names, and often
-    gathered anew. Raises `InputError` as `digests` does."""
+    gathered once more. Raises `InputError` as `digests` does."""
     wanted = dtype_named(dtype)
     found: list[TensorDigest] = []
     aliases: dict[str, str] = {}

@@ -255,7 +255,7 @@ def test_what_lies_on_a_gpu_is_read_by_the_calling_thread(monkeypatch):
 
 @pytest.mark.parametrize("gathered", [False, True])
 def test_an_export_that_gives_a_tied_tensor_twice_is_one_with_an_alias(gathered):
-    """Sharded trainers gather it anew for each of its names."""
+    """Sharded trainers gather it again for each of its names."""
     tied, other = torch.randn(6, 4), torch.randn(6, 4)
     again = tied.clone() if gathered else tied
     almost = tied.clone()
