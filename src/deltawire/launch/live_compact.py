@@ -31,8 +31,11 @@ def compact_run(location: str, *, trust: ReaderTrust, key: str = "") -> dict[str
     owners = {*stored_owners(bucket, "captures"), *stored_owners(bucket, "feedback")}
     for owner in sorted(owners):
         for one in gateway_compactors(bucket, owner):
-            found["compacted"] += one.compact()
             kept = days.get(one.stream, 0.0)
+            try:
+                found["compacted"] += one.compact()
+            except UnreadableError as error:
+                alarm = alarm or f"{error.message} ({error.key})"
             if kept:
                 found["expired"] += one.expire(time.time() - kept * DAY_S)
             alarm = alarm or one.alarm

@@ -1,6 +1,7 @@
 """An erasure meets a compaction at any request of either, and a compaction is killed at any."""
 
 import itertools
+import threading
 
 import pytest
 from forgotten_users import BOB, CAROL, tokens_of
@@ -108,6 +109,79 @@ def test_an_erasure_at_any_request_of_a_compaction_leaves_nothing(after, ends):
         forget_user(bucket, run, CAROL)
         assert_whole(bucket, [BOB, CAROL])
     assert at > 20, "reading, storing and deleting segments are requests to meet at"
+
+
+def interleave(bucket, run, i, j):
+    """Stops a compaction of answers before its ``i``-th request and an erasure before its
+    ``j``-th, then finishes the compaction, and then the erasure; returns whether each came so
+    far."""
+    stopped, go = threading.Event(), threading.Event()
+    failed = []
+
+    def stop():
+        stopped.set()
+        assert go.wait(60)
+
+    def work():
+        try:
+            StreamCompactor(compaction, ServedRows("captures"), "g0").compact()
+        except Exception as error:
+            failed.append(error)
+        finally:
+            stopped.set()
+
+    def finish():
+        go.set()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    compaction, erasure = Meeting(bucket, i, stop), Meeting(bucket, j, finish)
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert stopped.wait(60)
+    forget_user(erasure, run, BOB)
+    finish()
+    assert not failed
+    return compaction.left <= 0, erasure.left <= 0
+
+
+ANNOUNCES, READ = 15, 25
+"""The requests by which a compaction of `FEW` segments announces the object that it makes, and by
+which an erasure begins to list what was compacted."""
+FEW = 3
+
+
+@pytest.mark.parametrize(
+    ("stops", "resumes"),
+    [
+        (range(ANNOUNCES + 2, ANNOUNCES + 7), range(READ + 6, READ + 16)),
+        pytest.param(range(1, 1000), range(1, 1000), marks=DRILLS),
+    ],
+)
+def test_an_erasure_that_goes_on_to_any_request_while_a_compaction_stands_leaves_nothing(
+    stops, resumes
+):
+    pairs = 0
+    for i in stops:
+        for j in resumes:
+            bucket = open_bucket("memory://")
+            run = start_run(bucket)
+            for n in range(FEW):
+                put_rows(bucket, n, [answer(n, user=OWNERS.get(n))], [])
+            came = interleave(bucket, run, i, j)
+            for key in bucket.list("live/"):
+                data = bucket.get(key, limit=1 << 28)
+                assert tokens_of(0) not in data, (i, j, key)
+                assert key.startswith(keys.LIVE_FORGOTTEN) or BOB.encode() not in data, (i, j, key)
+            records = LiveRecords(bucket)
+            records.poll()
+            assert sorted(int(one, 16) for one in records.answers) == [1, 2], (i, j)
+            if not all(came):
+                break
+            pairs += 1
+        if not came[0]:
+            break
+    assert pairs >= 50, "both have requests to stand at"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ count each row once, so a compactor may be killed anywhere, and two may run at a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from deltawire.errors import UnreadableError
@@ -27,7 +28,6 @@ from deltawire.live.compaction.stream_rows import StreamRows
 from deltawire.runtime.compacted_segments import (
     CompactedListing,
     list_compacted,
-    require_compacted,
     require_index,
 )
 from deltawire.store import Bucket, ObjectMeta
@@ -107,9 +107,9 @@ class StreamCompactor:
                     levels.setdefault(merged.level, []).append(merged)
         return made
 
-    def expire(self, before: float, *, keep: Callable[[int], bool] = lambda _number: False) -> int:
-        """Deletes the rows from before a time (seconds since 1970), but not those of the numbers
-        that ``keep`` names; returns how many. Raises `RetryError` and `UnreadableError`.
+    def expire(self, before: float) -> int:
+        """Deletes the rows from before a time (seconds since 1970); returns how many. Raises
+        `RetryError`. What cannot be read stays, and is the ``alarm``.
 
         Segments are not looked into until they are compacted, within `SETTLED_S`.
         """
@@ -117,20 +117,31 @@ class StreamCompactor:
         listing = list_compacted(self._bucket, self.stream, self._owner)
         self._indexes = {one: i for one, i in self._indexes.items() if one in listing.indexes}
         for place in listing.names:
-            index = self._indexes.get(place) or require_index(self._bucket, place)
-            if index is None or place not in listing.segments:
-                continue
-            self._indexes[place] = index
-            if index.oldest >= before - (EXPIRED_ROWS_S if index.newest >= before else 0.0):
-                continue
-            rows = require_compacted(self._bucket, place)
-            if not rows:
-                continue
-            left = [row for row in rows if self._rows_of.at(row) >= before or keep(row.number)]
-            if len(left) < len(rows):
-                replace_compacted(self._bucket, self._rows_of, place, left)
-                deleted += len(rows) - len(left)
+            if place in listing.segments:
+                with self._alarmed():
+                    deleted += self._expire(place, before)
         return deleted
+
+    def _expire(self, place: CompactedName, before: float) -> int:
+        index = self._indexes.get(place) or require_index(self._bucket, place)
+        if index is None:
+            return 0
+        self._indexes[place] = index
+        if index.oldest >= before - (EXPIRED_ROWS_S if index.newest >= before else 0.0):
+            return 0
+        rows = self._rows_of.compacted(self._bucket, place) or []
+        left = [row for row in rows if self._rows_of.at(row) >= before]
+        if len(left) < len(rows):
+            replace_compacted(self._bucket, self._rows_of, place, left)
+        return len(rows) - len(left)
+
+    @contextmanager
+    def _alarmed(self) -> Iterator[None]:
+        """Leaves alone what cannot be read, and names it."""
+        try:
+            yield
+        except UnreadableError as error:
+            self.alarm = f"{error.message} ({error.key})"
 
     def _require_deletion(self) -> None:
         """Raises `InputError` if the store refuses deletions here: what is merged would be stored
@@ -186,12 +197,9 @@ class StreamCompactor:
         rows: list[NumberedRow] = []
         read: list[_Input] = []
         for one in inputs:
-            try:
+            found = None  # Also if another process has compacted or deleted it.
+            with self._alarmed():
                 found = self._read(one.place)
-            except UnreadableError as error:
-                self.alarm = f"{error.message} ({error.key})"
-                continue
-            # None: another process has compacted or deleted it.
             if found is not None and len(rows) + len(found) <= MAX_COMPACTED_ROWS:
                 rows += found
                 read.append(one)
@@ -212,23 +220,27 @@ class StreamCompactor:
     def _read(self, place: CompactedName | int) -> list[NumberedRow] | None:
         if isinstance(place, int):
             return self._rows_of.read(self._bucket, self._owner, place)
-        return require_compacted(self._bucket, place, so="nothing was compacted")
+        return self._rows_of.compacted(self._bucket, place, so="nothing was compacted")
 
     def _finish_abandoned(self, listing: CompactedListing) -> None:
         """Deletes what writers that were killed left: announcements, void objects, an index without
         a segment. A segment that has lost its index holds rows, and gets a new one."""
         for place in self._old(listing.pending):
-            if place not in listing.segments:
-                void_pending(self._bucket, place)
-            self._bucket.delete(place.announcement_key)
+            with self._alarmed():
+                if place not in listing.segments:
+                    void_pending(self._bucket, place)
+                self._bucket.delete(place.announcement_key)
         for place in self._old(listing.indexes):
-            if place not in listing.segments and require_compacted(self._bucket, place) is None:
-                self._bucket.delete(place.index_key)
+            if place not in listing.segments:
+                with self._alarmed():
+                    if self._rows_of.compacted(self._bucket, place) is None:
+                        self._bucket.delete(place.index_key)
         for place in self._old(listing.segments):
             if place not in listing.indexes:
-                rows = require_compacted(self._bucket, place)
-                if rows is not None:
-                    replace_compacted(self._bucket, self._rows_of, place, rows)
+                with self._alarmed():
+                    rows = self._rows_of.compacted(self._bucket, place)
+                    if rows is not None:
+                        replace_compacted(self._bucket, self._rows_of, place, rows)
 
     def _old(self, listed: dict[CompactedName, ObjectMeta]) -> list[CompactedName]:
         return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Set
 
 from deltawire.live.compaction.storing import replace_compacted, void_pending
 from deltawire.live.compaction.stream_rows import StreamRows
@@ -11,35 +11,29 @@ from deltawire.runtime.compacted_segments import (
     CompactedListing,
     compacted_owners,
     list_compacted,
-    require_compacted,
     require_index,
 )
 from deltawire.store import Bucket
 from deltawire.wire.compacted import CompactedName
 
 
-def erase_compacted(
-    bucket: Bucket,
-    rows_of: StreamRows,
-    users: Set[str],
-    *,
-    writer: Callable[[str], Bucket] | None = None,
-) -> Counter[str]:
+def erase_compacted(bucket: Bucket, rows_of: StreamRows, users: Set[str]) -> Counter[str]:
     """Takes ``users`` out of all compacted segments of a stream; returns in how many rows each was.
 
-    ``writer`` returns the bucket that may store objects of an owner. Reads the indexes, and only
-    the segments that hold one of the users. Raises `UnreadableError` for an object that cannot be
-    read, because it may hold one.
+    Reads the indexes, and only the segments that hold one of the users. Raises `UnreadableError`
+    for an object that cannot be read, because it may hold one.
     """
     found: Counter[str] = Counter()
     for owner in compacted_owners(bucket, rows_of.stream):
-        at = bucket if writer is None else writer(owner)
         listing = list_compacted(bucket, rows_of.stream, owner)
-        for place in listing.pending.keys() - listing.segments.keys():
-            void_pending(at, place)
+        if pending := listing.pending.keys() - listing.segments.keys():
+            for place in pending:
+                void_pending(bucket, place)
+            # Their writers may have come first. What was announced later has none of the users.
+            listing = list_compacted(bucket, rows_of.stream, owner)
         for place in listing.names:
             if _may_hold(bucket, listing, place, users):
-                found += _erase(at, rows_of, place, users)
+                found += _erase(bucket, rows_of, place, users)
     return found
 
 
@@ -56,7 +50,7 @@ def _may_hold(
 def _erase(
     bucket: Bucket, rows_of: StreamRows, place: CompactedName, users: Set[str]
 ) -> Counter[str]:
-    rows = require_compacted(bucket, place)
+    rows = rows_of.compacted(bucket, place)
     if not rows:
         # Void, or deleted after its rows were stored elsewhere: the index must not stay.
         bucket.delete(place.index_key)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Mapping
 
 from deltawire.config.retention import RetainConfig
-from deltawire.errors import DeltawireError
 from deltawire.live.compaction.compactor import StreamCompactor
 from deltawire.live.compaction.stream_rows import ServedRows
 from deltawire.store import Bucket
@@ -34,7 +33,8 @@ def gateway_compactors(bucket: Bucket, gateway: str) -> list[StreamCompactor]:
 class MaintenanceThread(threading.Thread):
     """Compacts each minute, and deletes what is older than ``days`` four times a day, until
     `close`. ``compacted`` and ``expired`` count objects that were made and rows that were deleted;
-    ``alarm`` holds the last error: nothing is deleted or replaced for it.
+    ``alarm`` holds the first error of the last turn: nothing is deleted or replaced for it, and
+    the other streams go on.
 
     Example::
 
@@ -51,7 +51,7 @@ class MaintenanceThread(threading.Thread):
         self.expired = 0
         self._compactors = list(compactors)
         self._days = days
-        self._expired_at = float("-inf")
+        self._expired_at = dict.fromkeys(self._compactors, float("-inf"))
         self._closing = threading.Event()
 
     def run(self) -> None:
@@ -62,24 +62,30 @@ class MaintenanceThread(threading.Thread):
     def turn(self) -> None:
         """Compacts what is due; deletes what is old if the last time was hours ago."""
         alarm = ""
-        expires = time.monotonic() - self._expired_at >= EXPIRE_EVERY_S
         for one in self._compactors:
-            if self._closing.is_set():
-                return
-            try:
-                self.compacted += one.compact()
-                days = self._days.get(one.stream, 0.0)
-                if expires and days:
-                    self.expired += one.expire(time.time() - days * DAY_S)
-                alarm = alarm or one.alarm
-            except DeltawireError as error:
-                alarm = alarm or error.message
-                expires = False
-        if expires:
-            self._expired_at = time.monotonic()
+            failed = ""
+            for act in (self._compact, self._expire):
+                if self._closing.is_set():
+                    return
+                try:
+                    act(one)
+                except Exception as error:  # noqa: BLE001 - the thread lives on, and says so.
+                    failed = failed or str(error) or repr(error)
+            if failed:  # What was not compacted was not looked into.
+                self._expired_at[one] = float("-inf")
+            alarm = alarm or failed or one.alarm
         if alarm and alarm != self.alarm:
             _LOG.warning("segments are not compacted: %s", alarm)
         self.alarm = alarm
+
+    def _compact(self, one: StreamCompactor) -> None:
+        self.compacted += one.compact()
+
+    def _expire(self, one: StreamCompactor) -> None:
+        now, days = time.monotonic(), self._days.get(one.stream, 0.0)
+        if days and now - self._expired_at[one] >= EXPIRE_EVERY_S:
+            self.expired += one.expire(time.time() - days * DAY_S)
+            self._expired_at[one] = now
 
     def close(self, *, within_s: float = 10.0) -> None:
         """Ends the thread. An object that is being made stays, or is made again later."""

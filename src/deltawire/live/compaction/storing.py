@@ -6,8 +6,8 @@
       announce the name                              create the record of the user
       read who was forgotten, leave them out         list announcements; where there is no segment,
       create the index                                 create a void one, and a void index
-      create the segment                             list indexes; segments with the user are
-      read both back, end the announcement             stored without it
+      create the segment                             list segments and indexes again; segments with
+      read both back, end the announcement             the user are stored without it
 
 If the erasure lists before the announcement is there, its record is there before who was forgotten
 is read. If it lists later, it finds the announcement: then either its void objects come first, and

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import msgspec
 
 from deltawire.errors import CorruptError
+from deltawire.runtime.compacted_segments import require_compacted
 from deltawire.store import Bucket
 from deltawire.sync.chain.evidence import require_agreed, unreadable
 from deltawire.wire import keys
 from deltawire.wire.captures import MAX_SEGMENT_BYTES, Capture, Feedback, decode_rows, raw_rows
-from deltawire.wire.compacted import NumberedRow, Stream
+from deltawire.wire.compacted import CompactedName, NumberedRow, Stream
 from deltawire.wire.objects import prepared
 
 SO = "nothing was compacted"
@@ -25,6 +27,12 @@ class StreamRows(Protocol):
 
     def read(self, bucket: Bucket, owner: str, number: int) -> list[NumberedRow] | None:
         """Reads a segment that two answers agree on; None if it is gone. Raises
+        `UnreadableError`."""
+
+    def compacted(
+        self, bucket: Bucket, place: CompactedName, *, so: str = "nothing was deleted"
+    ) -> list[NumberedRow] | None:
+        """Reads a compacted segment whose rows state users and times; None if it is gone. Raises
         `UnreadableError`."""
 
     def users(self, row: NumberedRow) -> Collection[str]:
@@ -63,9 +71,31 @@ class ServedRows:
             rows = raw_rows(data, gateway=owner, number=number, run=bucket.url, key=key)
             # One row that nobody can read would make a compacted segment unreadable.
             decode_rows(rows, self._kind, run=bucket.url, key=key)
+            found = [NumberedRow(number, bytes(row)) for row in rows]
+            self._check(found, bucket, key)
         except CorruptError as error:
             raise unreadable(bucket, key, error, so=SO) from error
-        return [NumberedRow(number, bytes(row)) for row in rows]
+        return found
+
+    def compacted(
+        self, bucket: Bucket, place: CompactedName, *, so: str = "nothing was deleted"
+    ) -> list[NumberedRow] | None:
+        """Reads a compacted segment as `StreamRows.compacted` says."""
+        rows = require_compacted(bucket, place, so=so)
+        try:
+            self._check(rows or (), bucket, place.key)
+        except CorruptError as error:
+            raise unreadable(bucket, place.key, error, so=so) from error
+        return rows
+
+    def _check(self, rows: Sequence[NumberedRow], bucket: Bucket, key: str) -> None:
+        """Raises `CorruptError` for a row that states no user or no time."""
+        try:
+            times = [self.at(row) for row in rows]
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise CorruptError(f"a row cannot be read: {error}", run=bucket.url, key=key) from error
+        if not all(map(math.isfinite, times)):
+            raise CorruptError("a row states no time", run=bucket.url, key=key)
 
     def users(self, row: NumberedRow) -> Collection[str]:
         """The row's user, if it has one."""

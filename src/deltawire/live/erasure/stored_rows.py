@@ -22,7 +22,7 @@ from deltawire.wire.captures import (
     decode_rows,
     decode_segment,
 )
-from deltawire.wire.compacted import Stream
+from deltawire.wire.compacted import CompactedName, Stream
 
 R = TypeVar("R", bound=Capture | Feedback)
 
@@ -73,17 +73,31 @@ def _rows_of(
     for _, gateway, _, rows in require_rows(bucket, f"{keys.LIVE}{stream}/", kind):
         yield from ((gateway, row) for row in rows)
     for owner in compacted_owners(bucket, stream):
-        for place in list_compacted(bucket, stream, owner).names:
-            index = require_index(bucket, place, so="nothing was exported")
-            if index is not None and users.isdisjoint(index.users):
-                continue
-            found = require_compacted(bucket, place, so="nothing was exported")
-            encoded = [row.data for row in found or ()]
-            try:
-                rows = decode_rows(encoded, kind, run=bucket.url, key=place.key)
-            except CorruptError as error:
-                raise _unread(bucket, place.key, error) from error
-            yield from ((owner, row) for row in rows)
+        read: set[CompactedName] = set()
+        merged = True
+        while merged:  # What is gone is in another object, which was stored before.
+            listing = list_compacted(bucket, stream, owner)
+            merged = False
+            for place in listing.names:
+                if place in read:
+                    continue
+                read.add(place)
+                index = require_index(bucket, place, so="nothing was exported")
+                if index is not None and users.isdisjoint(index.users):
+                    continue
+                rows = _compacted(bucket, place, kind)
+                merged |= rows is None and place in listing.segments
+                yield from ((owner, row) for row in rows or ())
+
+
+def _compacted(bucket: Bucket, place: CompactedName, kind: type[R]) -> list[R] | None:
+    found = require_compacted(bucket, place, so="nothing was exported")
+    if found is None:
+        return None
+    try:
+        return decode_rows([row.data for row in found], kind, run=bucket.url, key=place.key)
+    except CorruptError as error:
+        raise _unread(bucket, place.key, error) from error
 
 
 def _unread(bucket: Bucket, key: str, error: CorruptError) -> RetryError:

@@ -16,6 +16,7 @@ import asyncio
 import json
 import logging
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -76,6 +77,7 @@ from deltawire.wire.run import Run
 
 STORE_WITHIN_S = 2.0
 STATE_EVERY_S = 10.0
+CONSENT_EVERY_S = 10.0
 DEFAULT_SPOOL_BYTES = 1 << 30
 MAX_KEPT_CHARACTERS = 4000
 _EARLY_ENDS = {FAILED: "failed", LEFT: "left", TIMED_OUT: "timed_out"}
@@ -123,6 +125,7 @@ class Recorder:
         self.consent = self.options.consent
         self.consent_fault = ""
         self._reconsent = reconsent
+        self._closing = threading.Event()
         self.secret = secret
         self.secret_fault = ""
         self._reread = reread
@@ -175,9 +178,12 @@ class Recorder:
         self._loop = loop
         self.uploader.start()
         self.maintenance.start()
+        if self._reconsent is not None:
+            threading.Thread(target=self._follow_consent, name="live-consent", daemon=True).start()
 
     def close(self) -> None:
         """Uploads what can be uploaded and closes the spools; the rest waits on disk."""
+        self._closing.set()
         self.maintenance.close()
         self.uploader.close()
         self.captures.close()
@@ -471,7 +477,6 @@ class Recorder:
         if due:
             self._read_forgotten()
             self._read_secret()
-            self._read_consent()
         if due or self.generation() is not None:  # A canary waits for `uploaded_until`.
             self._bucket.put(keys.live_gateway(self.name), encode_json(self.state()))
         if due:
@@ -494,6 +499,11 @@ class Recorder:
             self.secret_fault = error.message
         else:
             self.secret_fault = ""
+
+    def _follow_consent(self) -> None:
+        """Reads the consent rule now and then, whether the bucket answers or not."""
+        while not self._closing.wait(CONSENT_EVERY_S):
+            self._read_consent()
 
     def _read_consent(self) -> None:
         """Takes the consent rule as it is now. One that cannot be read stores nothing by its list:

@@ -98,7 +98,7 @@ class LiveRecords:
             place = f"{prefix}{gateway}/"
             last = self._read.get(place)
             listed = list(self._bucket.list(place, after=last))
-            if every or _has_gap(listed, last):
+            if every or last is None or _has_gap(listed, last):
                 found += self._read_compacted(stream, gateway, kind, last)
             for key in listed:
                 found += self._read_segment(key, gateway, kind)

@@ -1,10 +1,13 @@
 """Segments become few objects, and every reader reads the same rows as before."""
 
+import time
+
 import msgspec
 import pytest
 from live_answers import NOW, answer, config_of, put_rows, report
 
-from deltawire.live.compaction import compactor
+from deltawire.errors import UnreadableError
+from deltawire.live.compaction import compactor, maintenance
 from deltawire.live.compaction.compactor import KEPT, StreamCompactor
 from deltawire.live.compaction.maintenance import MaintenanceThread, gateway_compactors
 from deltawire.live.compaction.storing import store_compacted
@@ -17,12 +20,17 @@ from deltawire.live.release.candidate_estimate import RecentAnswers
 from deltawire.live.release.live_probes import PlacedRecords
 from deltawire.live.release.outcomes import OutcomeRules
 from deltawire.runtime.compacted_segments import list_compacted
-from deltawire.store import open_bucket
+from deltawire.store import DelegatingBucket, open_bucket
 from deltawire.testing.faulty import FaultyBucket, disk_full, flip_bit
 from deltawire.testing.tiny import start_run
 from deltawire.wire import keys
 from deltawire.wire.captures import Capture, decode_rows
-from deltawire.wire.compacted import decode_compacted
+from deltawire.wire.compacted import (
+    CompactedName,
+    NumberedRow,
+    decode_compacted,
+    encode_compacted,
+)
 from deltawire.wire.decisions import Decision, ServedVersion
 
 BOB = "b0" * 16
@@ -109,9 +117,24 @@ def test_a_reader_finds_the_segments_of_a_gateway_that_was_compacted_away():
     assert sorted(int(one, 16) for one in records.answers) == list(range(5))
 
 
+def test_a_reader_that_first_sees_a_gateway_reads_what_was_compacted_of_it():
+    """It had looked for gateways that were compacted away, and would not again for 16 polls, and
+    then for segments after the newest only."""
+    bucket = open_bucket("memory://")
+    records = LiveRecords(bucket)
+    records.poll()
+    store(bucket, range(40))
+    compact(bucket)
+    for _ in range(COMPACTED_EVERY + 1):
+        records.poll()
+    assert sorted(int(one, 16) for one in records.answers) == list(range(40))
+    assert records.counts == {"answers": 40, "reports": 40}
+
+
 def test_a_restarted_decider_reads_the_indexes_of_what_came_before_its_canary():
     bucket = FaultyBucket(open_bucket("memory://"))
-    store(bucket.inner, range(300))
+    for n in range(300):
+        put_rows(bucket.inner, n, [answer(n, at=NOW + n, propensity=0.5)])
     compact(bucket.inner)
     rules = OutcomeRules(config_of().live)
     records = CanaryRecords(bucket, rules)
@@ -125,9 +148,12 @@ def test_a_restarted_decider_reads_the_indexes_of_what_came_before_its_canary():
     read = [key for verb, key in bucket.operations if verb == "get"]
     assert [key for key in read if key.startswith(keys.LIVE_INDEX)]
     assert not [key for key in read if key.startswith(keys.LIVE_COMPACTED)]
-    records.follow(decision, since=NOW)
+    del bucket.operations[:]
+    records.follow(decision, since=NOW + 100)
     records.poll()
-    assert [key for _, key in bucket.operations if key.startswith(keys.LIVE_COMPACTED)]
+    read = [key for verb, key in bucket.operations if verb == "get"]
+    assert [key for key in read if key.startswith(keys.LIVE_COMPACTED)]
+    assert sorted(int(one, 16) for one in records.answers) == list(range(100, 300))
 
 
 def test_an_evaluator_reads_the_newest_segments_only():
@@ -286,6 +312,121 @@ def test_maintenance_reports_what_it_cannot_do_and_goes_on():
     assert thread.alarm == ""
     assert thread.compacted == 4
     assert thread.expired == 32, "those of 1970"
+
+
+def test_an_object_that_cannot_be_read_keeps_no_other_row_beyond_its_age(monkeypatch):
+    monkeypatch.setattr(FaultyBucket, "poll_s", 0.0)
+    bucket = FaultyBucket(open_bucket("memory://"))
+    store(bucket, range(300))
+    thread = MaintenanceThread(gateway_compactors(bucket, "g0"), {"captures": 1.0, "feedback": 1.0})
+    for one in thread._compactors:
+        one.compact()
+    listing = list_compacted(bucket, "captures", "g0")
+    index, segment = listing.names[0].index_key, listing.names[1].key
+    bucket.inner.put(index, b"junk")
+    bucket.inner.put(segment, b"junk")
+    # The index of a writer that was killed, and of no segment, which cannot be read either.
+    lost = CompactedName("captures", "g0", keys.live_compacted_name(0, 1, "0" * 32))
+    bucket.inner.put(lost.key, b"junk")
+    for one in thread._compactors:
+        one._clock = lambda: 1e12
+    thread.turn()
+    assert "cannot be read" in thread.alarm
+    assert bucket.exists(index)
+    assert bucket.exists(segment)
+    left = list_compacted(bucket, "captures", "g0").segments
+    assert {one.key for one in left} == {listing.names[0].key, segment, lost.key}
+    assert not list_compacted(bucket, "feedback", "g0").segments
+
+
+def test_age_is_looked_at_again_for_the_stream_that_failed_only():
+    bucket = FaultyBucket(open_bucket("memory://"))
+    store(bucket, range(60))
+    thread = MaintenanceThread(gateway_compactors(bucket, "g0"), {"captures": 1.0, "feedback": 1.0})
+    bucket.fail("list", "live/index/captures/*", times=None)
+    for _ in range(3):
+        thread.turn()
+    assert thread.expired == 32
+    del bucket.operations[:]
+    thread.turn()
+    listings = [key for verb, key in bucket.operations if verb == "list"]
+    assert listings.count("live/index/feedback/g0/") == 2, "by the compaction alone"
+
+
+def with_row(bucket, row):
+    """Stores an object with a row that a writer of the bucket made."""
+    store(bucket, range(40))
+    compact(bucket)
+    place = CompactedName("captures", "g0", keys.live_compacted_name(0, 1, "0" * 32))
+    bucket.put(place.key, encode_compacted(place, [NumberedRow(0, row)]))
+    return place
+
+
+WRONG_ROWS = [b"\xc1", b"", msgspec.msgpack.encode({"user": BOB, "at": float("nan")})]
+
+
+@pytest.mark.parametrize("row", WRONG_ROWS)
+def test_a_row_of_an_object_that_nobody_can_read_ends_no_thread_and_no_erasure(row, monkeypatch):
+    bucket = open_bucket("memory://")
+    monkeypatch.setattr(type(bucket), "poll_s", 0.0)
+    run = start_run(bucket)
+    place = with_row(bucket, row)
+    with pytest.raises(UnreadableError, match="nothing was deleted") as raised:
+        forget_user(bucket, run, BOB)
+    assert raised.value.key == place.key
+    thread = MaintenanceThread(gateway_compactors(bucket, "g0"), {"captures": 1.0})
+    for one in thread._compactors:
+        one._clock = lambda: 1e12
+    thread.turn()
+    assert place.key in thread.alarm
+    assert bucket.exists(place.key)
+    assert not bucket.list(keys.LIVE_CAPTURES), "the rest is compacted"
+
+
+def test_any_error_of_maintenance_is_reported_and_the_thread_goes_on(monkeypatch):
+    monkeypatch.setattr(maintenance, "COMPACT_EVERY_S", 0.01)
+    bucket = open_bucket("memory://")
+    thread = MaintenanceThread(gateway_compactors(bucket, "g0"), {})
+    turns = []
+
+    def fails():
+        turns.append(1)
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(thread._compactors[0], "compact", fails)
+    thread.start()
+    until = time.monotonic() + 30
+    while len(turns) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert thread.is_alive()
+    assert len(turns) >= 3
+    assert "a defect" in thread.alarm
+    thread.close()
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_an_export_during_a_merge_has_every_row(at, monkeypatch):
+    """Objects that were listed, and merged before they were read, were left out."""
+    monkeypatch.setattr(compactor, "FAN_IN", 2)
+    bucket = open_bucket("memory://")
+    start_run(bucket)
+    store(bucket, range(20), owners=dict.fromkeys(range(4), BOB))
+    monkeypatch.setattr(compactor, "FULL_BYTES", 0)
+    compact(bucket)
+    monkeypatch.setattr(compactor, "FULL_BYTES", 32 << 20)
+    left = [at]
+
+    class Merging(DelegatingBucket):
+        def _call(self, verb, key, operation):
+            if key.startswith((keys.LIVE_COMPACTED, keys.LIVE_INDEX)):
+                left[0] -= 1
+                if left[0] == 0:
+                    compact(bucket)
+            return operation()
+
+    rows = [row for row in export_user(Merging(bucket), {BOB}) if row["kind"] == "answer"]
+    assert left[0] <= 0
+    assert sorted(int(row["answer"], 16) for row in rows) == [0, 1, 2, 3]
 
 
 def test_rows_of_nobody_are_not_stored():

@@ -9,16 +9,20 @@ from deltawire.errors import InputError
 from deltawire.launch import gateway
 from deltawire.launch.gateway import GatewayOptions, _TokenFiles
 from deltawire.live.capture.consent import ConsentRule, read_users
+from deltawire.live.gateway import recorder
 from deltawire.serving.app import Tokens
+from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import start_run
 
 
 def test_a_user_who_withdraws_is_not_stored_from_then_on(tmp_path, monkeypatch):
-    bucket, listed = published(), tmp_path / "users"
+    monkeypatch.setattr(recorder, "CONSENT_EVERY_S", 0.01)
+    bucket, listed, reads = FaultyBucket(published()), tmp_path / "users", []
     pseudonyms = deployment_secret(bucket, start_run(bucket)).oldest.pseudonyms
     listed.write_text("alice\n")
 
     def consent():
+        reads.append(1)
         return ConsentRule(users=read_users(str(listed), pseudonyms))
 
     async def whole():
@@ -26,9 +30,14 @@ def test_a_user_who_withdraws_is_not_stored_from_then_on(tmp_path, monkeypatch):
             bucket, tmp_path / "state", monkeypatch, consent=consent(), reconsent=consent
         ) as at:
 
+            async def read_again():
+                del reads[:]
+                async with asyncio.timeout(60):
+                    while len(reads) < 3:
+                        await asyncio.sleep(0.01)
+
             async def stored(user):
-                at.recorder._state_at = float("-inf")
-                await at.uploaded()
+                await read_again()
                 before = len((await at.uploaded())[0])
                 assert (await at.ask(user=user, capture=""))[0] == 200
                 return len((await at.uploaded())[0]) - before
@@ -44,6 +53,15 @@ def test_a_user_who_withdraws_is_not_stored_from_then_on(tmp_path, monkeypatch):
             listed.write_text("bob\n")
             assert await stored("bob") == 1
             assert at.recorder.consent_fault == ""
+            # A bucket that does not answer delays nothing.
+            bucket.fail("list", "live/forgotten/*", times=None)
+            listed.write_text("carol\n")
+            assert not await asyncio.to_thread(at.recorder.uploader.upload)
+            await read_again()
+            before = at.recorder.counts["recorded"]
+            assert (await at.ask(user="bob", capture=""))[0] == 200
+            assert at.recorder.counts["recorded"] == before
+            bucket.heal()
 
     asyncio.run(whole())
 
