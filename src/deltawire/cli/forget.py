@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deltawire.cli.arguments import add_json, add_key, add_run_url, add_trust, add_user, trust_of
 from deltawire.cli.exit_codes import FORKED, UNKNOWN_USER
 
 if TYPE_CHECKING:
+    from deltawire.launch.fork_erasure import ForkErasure
     from deltawire.launch.live_users import Erasure
 
 
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         body |= {"known": done.known, "pseudonyms": list(done.pseudonyms)}
         body |= {"old_versions": done.old_versions, "without": list(options.without)}
         body |= {"forks": [one.url for one in done.forks]}
-        body |= {"in_forks": [one._asdict() for one in done.in_forks]}
+        body |= {"in_forks": [_fork(one) for one in done.in_forks]}
         if done.rebuild is not None:
             body["rebuild"] = done.rebuild._asdict()
         print(json.dumps(body))  # noqa: T201
@@ -84,6 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
     for line in _lines(done, options.without):
         print(line)  # noqa: T201
     return code
+
+
+def _fork(one: ForkErasure) -> dict[str, Any]:
+    return {**one._asdict(), "forks": [fork.url for fork in one.forks]}
 
 
 def _lines(done: Erasure, without: Sequence[str]) -> Iterator[str]:
@@ -113,11 +118,11 @@ def _lines(done: Erasure, without: Sequence[str]) -> Iterator[str]:
     for one in done.in_forks:
         if one.failure:
             yield f"the fork {one.url} still holds the user: {one.failure}; run the command again"
-        elif one.answers or one.groups or one.versions:
+        elif one.known or one.versions:
             trained = ", ".join(map(str, one.versions)) or "none"
             yield (
-                f"in the fork {one.url}: deleted {one.answers} answers and {one.groups} groups; "
-                f"versions trained on them: {trained}"
+                f"in the fork {one.url}: deleted {one.answers} answers, {one.feedback} reports and "
+                f"{one.groups} groups; versions trained on them: {trained}"
             )
     for fork in done.forks:
         note = f", and then its note {fork.note}" if fork.note else ""

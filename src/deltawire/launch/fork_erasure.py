@@ -6,21 +6,30 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from deltawire.errors import DeltawireError
-from deltawire.launch.branches.fork_places import fork_names, open_fork
-from deltawire.live.erasure.forgetting import forget_pseudonyms
+from deltawire.launch.branches.fork_copy import KnownFork
+from deltawire.launch.branches.fork_places import fork_names, forks_from, open_fork
+from deltawire.live.erasure.forgetting import GroupsNeededError, forget_pseudonyms
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import find_run
+from deltawire.wire.lineage import Forgotten
 
 
 class ForkErasure(NamedTuple):
-    """The erasure in one fork: ``versions`` were trained on the user there. ``failure`` says why it
-    is not done."""
+    """The erasure in one fork: ``versions`` were trained on the user there, and ``forks`` began
+    with them. ``failure`` says why it is not done."""
 
     url: str
     answers: int = 0
+    feedback: int = 0
     groups: int = 0
     versions: Sequence[int] = ()
+    forks: Sequence[KnownFork] = ()
     failure: str = ""
+
+    @property
+    def known(self) -> bool:
+        """Whether the fork ever held anything of the user."""
+        return bool(self.answers or self.feedback or self.groups)
 
 
 def forget_in_forks(bucket: Bucket, users: Sequence[str]) -> list[ForkErasure]:
@@ -35,11 +44,27 @@ def forget_in_forks(bucket: Bucket, users: Sequence[str]) -> list[ForkErasure]:
 
 
 def _forget_in(fork: Bucket, users: Sequence[str]) -> ForkErasure:
+    failure = ""
     try:
         run = find_run(fork)
         if run is None:  # It is not finished, and holds nothing of users.
             return ForkErasure(fork.url)
         record = forget_pseudonyms(fork, run, users)
+    except GroupsNeededError as error:
+        record, failure = error.record, error.message
     except DeltawireError as error:
         return ForkErasure(fork.url, failure=error.message)
-    return ForkErasure(fork.url, record.answers, len(record.groups), record.versions)
+    return ForkErasure(
+        fork.url,
+        record.answers,
+        record.feedback,
+        len(record.groups),
+        record.versions,
+        forks_trained_on(fork, record),
+        failure,
+    )
+
+
+def forks_trained_on(bucket: Bucket, record: Forgotten) -> list[KnownFork]:
+    """Returns the forks that began with versions of a run that were trained on the user."""
+    return forks_from(bucket, min(record.versions)) if record.versions else []

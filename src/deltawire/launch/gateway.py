@@ -280,19 +280,28 @@ class _TokenFiles:
     def __init__(self, options: GatewayOptions, tokens: Tokens) -> None:
         self._paths = options.token_file, options.admin_token_file
         self._tokens = tokens
-        self._read_at = time.monotonic()
+        self._next_at = time.monotonic() + TOKENS_EVERY_S
+        self._seen: list[str] = []
         self._fault = ""
 
     def poll(self) -> None:
-        """Takes the tokens that the files hold now; those before stay if they cannot be used."""
-        if not any(self._paths) or time.monotonic() - self._read_at < TOKENS_EVERY_S:
+        """Takes the tokens that the files hold now, once a second read finds the same: a file may
+        be half written. Those before stay if they cannot be used."""
+        if not any(self._paths) or time.monotonic() < self._next_at:
             return
-        self._read_at = time.monotonic()
+        self._next_at = time.monotonic() + TOKENS_EVERY_S
         now = self._tokens.sampling, self._tokens.admin
         try:
             found = [read_token(p) if p else t for p, t in zip(self._paths, now, strict=True)]
-            self._tokens.replace(*found)
+            if found != list(now):
+                if found == self._seen:
+                    self._tokens.replace(*found)
+                    _LOG.info("tokens were replaced: those before are refused now")
+                else:
+                    self._next_at = time.monotonic() + min(TOKENS_EVERY_S, REPORT_EVERY_S)
+            self._seen = found
         except InputError as error:
+            self._seen = []
             if error.message != self._fault:
                 _LOG.error("the tokens before stay in use: %s", error)
             self._fault = error.message

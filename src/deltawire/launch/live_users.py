@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from deltawire.errors import InputError
 from deltawire.launch.branches.fork_copy import KnownFork
-from deltawire.launch.branches.fork_places import forks_from
-from deltawire.launch.fork_erasure import ForkErasure, forget_in_forks
+from deltawire.launch.fork_erasure import ForkErasure, forget_in_forks, forks_trained_on
 from deltawire.launch.live_secret import SecretPlace
 from deltawire.launch.role_keys import read_signer
 from deltawire.live.capture.names import normalize_name
@@ -91,10 +90,10 @@ class _Deployment:
 
 @dataclass(frozen=True)
 class Erasure:
-    """The outcome of an erasure. ``known`` says whether the bucket ever held anything of the user;
-    ``old_versions`` whether the store keeps what was deleted, as far as it can be told. ``forks``
-    are the forks that began with weights which were trained on the user, and ``in_forks`` what was
-    deleted in forks in the same bucket."""
+    """The outcome of an erasure. ``known`` says whether the bucket, forks in it included, ever held
+    anything of the user; ``old_versions`` whether the store keeps what was deleted, as far as it
+    can be told. ``forks`` are the forks, and theirs, that began with weights which were trained on
+    the user, and ``in_forks`` what was deleted in forks in the same bucket."""
 
     record: Forgotten
     pseudonyms: Sequence[str]
@@ -152,16 +151,18 @@ def forget_by_name(
             )
         except GroupsNeededError as error:
             decide(error.record)  # The versions are withdrawn now, although groups stay a while.
+            forget_in_forks(bucket, users)
             raise
         at = at.again()  # A rotation or a readmission meanwhile made further pseudonyms.
         if set(at.pseudonyms()) <= set(users):
             break
-    known = bool(record.answers or record.feedback or record.groups)
     kept = old_versions(bucket, keys.live_forgotten(users[0]))
-    forks = forks_from(bucket, min(record.versions)) if record.versions else []
-    return Erasure(
-        record, users, known, kept, decide(record), forks, forget_in_forks(bucket, users)
-    )
+    rebuilt, in_forks = decide(record), forget_in_forks(bucket, users)
+    known = bool(record.answers or record.feedback or record.groups)
+    known = known or any(one.known for one in in_forks)
+    every = [*forks_trained_on(bucket, record), *(fork for one in in_forks for fork in one.forks)]
+    forks = list({fork.url: fork for fork in reversed(every)}.values())[::-1]
+    return Erasure(record, users, known, kept, rebuilt, forks, in_forks)
 
 
 def old_versions(bucket: Bucket, key: str) -> OldVersions:

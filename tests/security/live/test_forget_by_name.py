@@ -5,18 +5,21 @@ import json
 import urllib.request
 
 import pytest
-from forgotten_users import everything_in
+from forgotten_users import everything_in, learned
 from live_answers import answer, put_rows, report
 from live_gateway import GENERATION, SECRET, live_serving, published, write_secret
 
-from deltawire.cli.exit_codes import UNKNOWN_USER
+from deltawire.cli.exit_codes import FORKED, UNKNOWN_USER
 from deltawire.cli.main import main
 from deltawire.launch.live_secret import SECRET_VARIABLE, SecretPlace
 from deltawire.launch.live_users import old_versions
 from deltawire.live.capture.consent import ConsentRule
 from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.deployment_secret import Generation
+from deltawire.live.erasure.forgetting import GroupsNeededError
+from deltawire.store import open_bucket
 from deltawire.sync import read_run
+from deltawire.testing.tiny import start_run
 from deltawire.wire import keys
 from deltawire.wire.captures import GatewayState
 from deltawire.wire.objects import encode_json
@@ -75,6 +78,58 @@ def test_an_unknown_user_is_unknown(deployment, capsys):
     assert (code, found["known"], found["answers"], found["feedback"]) == (0, True, 2, 1)
     code, found = run_json(capsys, "forget", bucket.url, "alice", "--secret", secret)
     assert (code, found["known"], found["answers"]) == (0, True, 2), "known from the record"
+
+
+@pytest.mark.parametrize("what", ["answers", "reports"])
+def test_a_user_who_is_only_in_a_fork_is_known(deployment, capsys, what):
+    bucket, secret = deployment
+    fork = published(1, f"{bucket.url}/forks/one".removeprefix("file://"))
+    user = Pseudonyms(SECRET).user("bob")
+    rows = [answer(9, user=user)] if what == "answers" else []
+    put_rows(fork, 0, rows, [] if rows else [report(9, user=user)])
+    for _ in range(2):
+        code, found = run_json(capsys, "forget", bucket.url, "bob", "--secret", secret)
+        assert (code, found["known"], found["answers"]) == (0, True, 0)
+        (there,) = found["in_forks"]
+        assert (there["answers"], there["feedback"]) == ((1, 0) if rows else (0, 1))
+    assert main(["forget", bucket.url, "bob", "--secret", secret]) == 0
+    said = capsys.readouterr().out
+    assert f"in the fork {fork.url}: deleted" in said
+    assert "unknown user" not in said
+
+
+def test_a_fork_of_a_fork_that_was_trained_on_the_user_is_named(deployment, capsys):
+    bucket, secret = deployment
+    fork = open_bucket(f"{bucket.url}/forks/one", create=True)
+    start_run(fork)
+    learned(fork, {2: Pseudonyms(SECRET).user("bob")})
+    theirs = published(1, f"{fork.url}/forks/two".removeprefix("file://"))
+    code, found = run_json(capsys, "forget", bucket.url, "bob", "--secret", secret)
+    assert (code, found["known"]) == (FORKED, True)
+    assert found["in_forks"][0]["versions"] == [1]
+    assert found["forks"] == found["in_forks"][0]["forks"] == [theirs.url]
+    assert main(["forget", bucket.url, "bob", "--secret", secret]) == FORKED
+    assert f"the fork {theirs.url} began with weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("at", ["parent", "fork"])
+def test_groups_that_a_trainer_needs_delay_no_erasure_in_forks(tmp_path, capsys, at):
+    user = Pseudonyms(SECRET).user("bob")
+    parent = open_bucket(str(tmp_path / "run"), create=True)
+    secret = write_secret(parent, start_run(parent), tmp_path / "secret")
+    fork = open_bucket(f"{parent.url}/forks/one", create=True)
+    start_run(fork)
+    here, there = (parent, fork) if at == "parent" else (fork, parent)
+    learned(here, {2: user})
+    here.put(keys.checkpoint_commit(0), b"{}")
+    put_rows(there, 0, [answer(9, user=user)])
+    code = main(["forget", parent.url, "bob", "--secret", secret])
+    said = capsys.readouterr()
+    assert code == (FORKED if at == "fork" else GroupsNeededError.exit_code)
+    assert "newest checkpoint" in said.out + said.err
+    assert user.encode() not in there.get(keys.live_captures("g0", 0), limit=1 << 20)
+    if at == "fork":
+        assert f"{fork.url} still holds the user" in said.out
 
 
 def test_another_gateways_key_stops_an_erasure_before_anything_is_changed(

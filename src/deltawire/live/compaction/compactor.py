@@ -5,8 +5,8 @@
     segments 0 1 2 … ──16──▶ compacted, level 1 ──16──▶ level 2 ──16──▶ level 3 …
     (the newest 16 stay, for readers that follow)        until `FULL_BYTES`
 
-A row is written once for each level, and n segments leave about 15 log16(n) objects. The rows of
-an object that was stored and read back are in two places until its inputs are deleted. Readers
+A row is written once for each level, and n segments leave about 15 log16(n) objects and as many
+indexes. The rows of an object that was stored and read back are in two places until its inputs are deleted. Readers
 count each row once, so a compactor may be killed anywhere, and two may run at a time.
 """
 

@@ -69,7 +69,7 @@ class MaintenanceThread(threading.Thread):
                     return
                 try:
                     act(one)
-                except Exception as error:  # noqa: BLE001 - the thread lives on, and says so.
+                except Exception as error:
                     failed = failed or str(error) or repr(error)
             if failed:  # What was not compacted was not looked into.
                 self._expired_at[one] = float("-inf")

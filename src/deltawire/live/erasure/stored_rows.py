@@ -85,9 +85,9 @@ def _rows_of(
                 index = require_index(bucket, place, so="nothing was exported")
                 if index is not None and users.isdisjoint(index.users):
                     continue
-                rows = _compacted(bucket, place, kind)
-                merged |= rows is None and place in listing.segments
-                yield from ((owner, row) for row in rows or ())
+                found = _compacted(bucket, place, kind)
+                merged |= found is None and place in listing.segments
+                yield from ((owner, row) for row in found or ())
 
 
 def _compacted(bucket: Bucket, place: CompactedName, kind: type[R]) -> list[R] | None:

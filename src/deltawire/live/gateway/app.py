@@ -190,9 +190,11 @@ class LiveCalls:
         if self._metrics is None:
             hint = "pip install 'deltawire[metrics]' where the gateway runs"
             return error_answer(501, InputError("prometheus-client is not installed", hint=hint))
+        from deltawire.live.gateway.metrics import CONTENT_TYPE
+
         return web.Response(
             body=await asyncio.to_thread(self._metrics.text),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+            headers={"Content-Type": CONTENT_TYPE},
         )
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:

@@ -19,14 +19,15 @@ import os
 import selectors
 import shlex
 import signal
+import socket
 import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Annotated
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -90,6 +91,8 @@ class OwnGate:
         """Measures the first of the two that has no scores yet, if nothing is under way."""
         if self.measuring:
             return
+        compared = {serving.version, candidate.version}
+        self._found = {one: scores for one, scores in self._found.items() if one[0] in compared}
         wanted = [(serving, True), (candidate, False)]
         missing = [one for one in wanted if (one[0].version, one[1]) not in self._found]
         if not missing or self._clock() < self._next_at:
@@ -235,9 +238,11 @@ def _run(
     try:
         until = time.monotonic() + timeout_s
         output, tail = _read(process, until, stopping)
-        process.wait(timeout=max(until - time.monotonic(), 0.1))
-    except subprocess.TimeoutExpired as error:
-        raise InputError(f"it did not end within {timeout_s:g} s") from error
+        while process.poll() is None:
+            if time.monotonic() > until or stopping.is_set():
+                raise InputError(f"it did not end within {timeout_s:g} s")
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1.0)
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # Also processes that it started.
@@ -290,17 +295,76 @@ def _asked(url: str, run_url: str, version: ServedVersion, timeout_s: float) -> 
     )
     until = time.monotonic() + timeout_s
     output = bytearray()
-    try:
-        opener = urllib.request.build_opener(_NoRedirect)
-        with opener.open(request, timeout=timeout_s) as answer:
+    with _cut_off_after(timeout_s) as handler:
+        opener = urllib.request.build_opener(_NoRedirect, handler)
+        try:
+            answer = opener.open(request, timeout=timeout_s)
+        except urllib.error.HTTPError as error:
+            raise InputError(f"it answered with status {error.code}") from error
+        with answer:
             while data := answer.read1(1 << 16):
                 output += data
                 if len(output) > MAX_BYTES:
                     raise InputError(f"it answered more than {MAX_BYTES >> 20} MiB")
-                if time.monotonic() > until:
-                    raise InputError(f"it did not end within {timeout_s:g} s")
+            if time.monotonic() > until:
+                raise InputError(f"it did not end within {timeout_s:g} s")
             if answer.length:  # More was announced than came.
                 raise InputError("its answer was cut short")
-    except urllib.error.HTTPError as error:
-        raise InputError(f"it answered with status {error.code}") from error
     return bytes(output)
+
+
+class _CutOff(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    """Opens connections, and ends all of them by `end`. A timeout of urllib is one of each read:
+    headers that come byte by byte would last for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sockets: list[socket.socket] = []
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        """Opens a connection."""
+        return self.do_open(self._noted(http.client.HTTPConnection), req)
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        """Opens a connection by TLS."""
+        return self.do_open(self._noted(http.client.HTTPSConnection), req)
+
+    def _noted(self, kind: type[http.client.HTTPConnection]) -> Callable[..., Any]:
+        def make(host: str, **options: Any) -> http.client.HTTPConnection:
+            made = kind(host, **options)
+            connect = made.connect
+
+            def noted() -> None:
+                connect()
+                # A second descriptor: urllib drops the first before it reads the body.
+                self._sockets.append(socket.socket(fileno=os.dup(made.sock.fileno())))
+
+            made.connect = noted  # type: ignore[method-assign]
+            return made
+
+        return make
+
+    def end(self) -> None:
+        """Ends the connections."""
+        for one in self._sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Closes the second descriptors."""
+        for one in self._sockets:
+            one.close()
+
+
+@contextmanager
+def _cut_off_after(timeout_s: float) -> Iterator[_CutOff]:
+    handler = _CutOff()
+    timer = threading.Timer(timeout_s, handler.end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield handler
+    finally:
+        timer.cancel()
+        timer.join()
+        handler.release()

@@ -122,6 +122,23 @@ def test_an_answer_that_failed_or_is_under_way_has_no_receipt(serve):
     serve(scenario)
 
 
+def test_the_receipts_that_are_kept_are_bounded_not_the_answers():
+    """One answer may have 128 receipts."""
+    ids = AnswerIds(most=10)
+    names = [ids.new() for _ in range(4)]
+    for name in names[:3]:
+        ids.ended(name, ["dw2.x"] * 4)
+    assert [len(ids.receipts(name) or ()) for name in names] == [0, 4, 4, 0]
+    assert ids.receipts(names[0]) is None
+    assert ids.receipts(names[3]) == [], "it is under way"
+    ids.dropped(names[3])
+    name = ids.new()
+    ids.ended(name, ["dw2.x"] * 2)
+    assert [len(ids.receipts(one) or ()) for one in (*names, name)] == [0, 4, 4, 0, 2]
+    ids.ended(ids.new(), ["dw2.x"] * 11)
+    assert [ids.receipts(one) for one in (*names, name)] == [None] * 5
+
+
 def test_the_oldest_ids_are_forgotten():
     ids = AnswerIds(most=2)
     names = [ids.new() for _ in range(3)]

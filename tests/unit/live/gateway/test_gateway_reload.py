@@ -1,6 +1,7 @@
 """Tokens and lists of users who agreed are read again while a gateway runs."""
 
 import asyncio
+import logging
 
 import pytest
 from live_gateway import deployment_secret, live_serving, published
@@ -56,6 +57,7 @@ def test_a_user_who_withdraws_is_not_stored_from_then_on(tmp_path, monkeypatch):
             # A bucket that does not answer delays nothing.
             bucket.fail("list", "live/forgotten/*", times=None)
             listed.write_text("carol\n")
+            at.recorder._state_at = float("-inf")
             assert not await asyncio.to_thread(at.recorder.uploader.upload)
             await read_again()
             before = at.recorder.counts["recorded"]
@@ -71,11 +73,21 @@ def test_tokens_are_replaced_and_unusable_files_change_nothing(tmp_path, monkeyp
     path = tmp_path / "token"
     tokens = Tokens("first", "admin")
     files = _TokenFiles(GatewayOptions(replicas=[], token_file=str(path)), tokens)
+    caplog.set_level(logging.INFO)
+    for half in ("sec", "secon"):
+        path.write_text(half)
+        files.poll()
+        assert tokens.sampling == "first", "it may be half written"
     path.write_text("second\n")
     files.poll()
+    assert "tokens were replaced" not in caplog.text
+    files.poll()
     assert (tokens.sampling, tokens.admin) == ("second", "admin")
+    assert "tokens were replaced" in caplog.text
+    assert "second" not in caplog.text
     for text in ("", "admin\n", "two\nlines"):
         path.write_text(text)
+        files.poll()
         files.poll()
         assert (tokens.sampling, tokens.admin) == ("second", "admin")
     assert "the tokens before stay in use" in caplog.text

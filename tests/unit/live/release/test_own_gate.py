@@ -3,9 +3,11 @@
 import http.server
 import json
 import os
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -74,8 +76,9 @@ def test_a_flood_is_cut_off_and_its_command_killed(monkeypatch):
 def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path):
     pid = tmp_path / "pid"
     script = tmp_path / "hang.sh"
-    script.write_text(f"sleep 60 & echo $! > {pid}; wait\n")
-    measure = measure_by(f"/bin/sh {script}", "file:///run", timeout_s=1.0)
+    script.write_text(f"sleep 300 & echo $! > {pid}.new; mv {pid}.new {pid}; wait\n")
+    stop_once_written(pid, stopping := threading.Event())
+    measure = measure_by(f"/bin/sh {script}", "file:///run", timeout_s=120.0, stopping=stopping)
     with pytest.raises(InputError, match="in time"):
         measure(CANDIDATE)
     child = int(pid.read_text())
@@ -91,13 +94,35 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path):
     pytest.fail("the command's child still runs")
 
 
-def test_a_command_that_closes_its_output_and_stays_is_killed():
-    measure = measure_by(
-        f"{sys.executable} -c 'import os, time; os.close(1); os.close(2); time.sleep(60)'",
-        "file:///run", timeout_s=1.0,
-    )  # fmt: skip
+def stop_once_written(path, stopping):
+    """Sets ``stopping`` once a command has written a file."""
+
+    def wait():
+        while not path.exists() and not stopping.wait(0.02):
+            pass
+        stopping.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_a_command_that_closes_its_output_and_stays_is_killed_when_it_is_stopped(tmp_path):
+    closed, stopping = tmp_path / "closed", threading.Event()
+    script = tmp_path / "stay.sh"
+    script.write_text(f"exec 1>&- 2>&-; touch {closed}; sleep 300\n")
+    stop_once_written(closed, stopping)
+    measure = measure_by(f"/bin/sh {script}", "file:///run", timeout_s=240.0, stopping=stopping)
+    began = time.monotonic()
     with pytest.raises(InputError, match="did not end within"):
         measure(CANDIDATE)
+    assert time.monotonic() - began < 120
+
+
+def test_a_command_that_takes_too_long_is_killed(tmp_path):
+    script = tmp_path / "stay.sh"
+    for text in ("exec 1>&- 2>&-; sleep 300\n", "sleep 300\n"):
+        script.write_text(text)
+        with pytest.raises(InputError, match="did not end"):
+            measure_by(f"/bin/sh {script}", "file:///run", timeout_s=0.2)(CANDIDATE)
 
 
 def test_whole_scores_do_not_count_if_the_command_fails():
@@ -162,6 +187,16 @@ def test_a_version_that_comes_to_serve_is_measured_again():
     assert (score.correct, score.again) == ((1.0, 1.0), (0.0, 1.0))
 
 
+def test_versions_that_are_not_compared_any_more_are_forgotten():
+    scores = {"a": 0.0, "b": 1.0}
+    gate, asked = measured([scores] * 30)
+    for number in range(10):
+        for _ in range(3):
+            poll(gate, ServedVersion(number, "0" * 32), ServedVersion(number + 1, "0" * 32))
+        assert set(gate.scores()) == {number, number + 1}
+    assert len(asked) == 20
+
+
 def test_pauses_after_failures_grow():
     now = [0.0]
     gate, asked = measured([InputError("no")] * 9, clock=lambda: now[0])
@@ -204,6 +239,35 @@ def server():
     one.shutdown()
     one.server_close()
     thread.join()
+
+
+@pytest.mark.parametrize("slow", ["headers", "body"])
+def test_a_url_that_answers_byte_by_byte_is_cut_off(slow):
+    """Each byte came within the time that a read may take."""
+    ended = threading.Event()
+
+    def trickle(listener):
+        at, _ = listener.accept()
+        with at, suppress(OSError):
+            if slow == "body":
+                at.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+            else:
+                at.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            while not ended.wait(0.05):
+                at.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=trickle, args=[listener], daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        stop = threading.Timer(60.0, ended.set)
+        stop.start()
+        with pytest.raises(InputError, match="did not end within"):
+            measure_by(url, "s3://b/run", timeout_s=0.5)(CANDIDATE)
+        assert not ended.is_set(), "it waited for the server"
+        stop.cancel()
+        ended.set()
+        thread.join(30)
 
 
 def test_a_url_is_asked_for_a_version(server):
