@@ -6,8 +6,9 @@
     (the newest 16 stay, for readers that follow)        until `FULL_BYTES`
 
 A row is written once for each level, and n segments leave about 15 log16(n) objects and as many
-indexes. The rows of an object that was stored and read back are in two places until its inputs are deleted. Readers
-count each row once, so a compactor may be killed anywhere, and two may run at a time.
+indexes. The rows of an object that was stored and read back are in two places until its inputs are
+deleted. Readers count each row once, so a compactor may be killed anywhere, and two may run at a
+time.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import pytest
 from live_answers import NOW, answer, config_of, put_rows, report
 
 from deltawire.errors import UnreadableError
+from deltawire.launch.live_compact import compact_run
 from deltawire.live.compaction import compactor, maintenance
 from deltawire.live.compaction.compactor import KEPT, StreamCompactor
 from deltawire.live.compaction.maintenance import MaintenanceThread, gateway_compactors
@@ -20,6 +21,7 @@ from deltawire.live.release.candidate_estimate import RecentAnswers
 from deltawire.live.release.live_probes import PlacedRecords
 from deltawire.live.release.outcomes import OutcomeRules
 from deltawire.runtime.compacted_segments import list_compacted
+from deltawire.runtime.trusted import ANY
 from deltawire.store import DelegatingBucket, open_bucket
 from deltawire.testing.faulty import FaultyBucket, disk_full, flip_bit
 from deltawire.testing.tiny import start_run
@@ -381,6 +383,37 @@ def test_a_row_of_an_object_that_nobody_can_read_ends_no_thread_and_no_erasure(r
     assert place.key in thread.alarm
     assert bucket.exists(place.key)
     assert not bucket.list(keys.LIVE_CAPTURES), "the rest is compacted"
+
+
+@pytest.mark.parametrize("where", ["a segment", "stored"])
+def test_what_cannot_be_read_of_one_gateway_keeps_no_other_from_being_compacted(
+    where, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(compactor, "ABANDONED_S", -1e9)
+    bucket = open_bucket(str(tmp_path / "run"), create=True)
+    start_run(bucket)
+    for gateway in ("g0", "g1"):
+        for n in range(40):
+            put_rows(bucket, n, [answer(n)], gateway=gateway)
+    lost = CompactedName("captures", "g0", keys.live_compacted_name(0, 1, "0" * 32))
+    if where == "a segment":
+        bucket.put(lost.key, b"junk")
+    else:
+        stores = compactor.store_compacted
+
+        def voided(bucket, rows_of, owner, rows):
+            if owner == "g0":
+                raise UnreadableError("rows cannot be stored", key=lost.key)
+            return stores(bucket, rows_of, owner, rows)
+
+        monkeypatch.setattr(compactor, "store_compacted", voided)
+    with pytest.raises(UnreadableError, match="the rest is compacted") as raised:
+        compact_run(bucket.url, trust=ANY)
+    assert lost.key in str(raised.value)
+    assert list_compacted(bucket, "captures", "g1").segments
+    left = list(range(15, 40) if where == "a segment" else range(40))
+    listed = bucket.list(f"{keys.LIVE_CAPTURES}g0/")
+    assert [keys.trailing_number(key) for key in listed] == left
 
 
 def test_any_error_of_maintenance_is_reported_and_the_thread_goes_on(monkeypatch):
