@@ -28,7 +28,7 @@ class ForkErasure(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether the fork ever held anything of the user."""
+        """True if the fork ever held anything of the user."""
         return bool(self.answers or self.feedback or self.groups)
 
 

@@ -110,7 +110,7 @@ class StreamCompactor:
 
     def expire(self, before: float) -> int:
         """Deletes the rows from before a time (seconds since 1970); returns how many. Raises
-        `RetryError`. What cannot be read stays, and is the ``alarm``.
+        `RetryError`. Objects that cannot be read stay, and are the ``alarm``.
 
         Segments are not looked into until they are compacted, within `SETTLED_S`.
         """

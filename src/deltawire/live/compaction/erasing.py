@@ -29,7 +29,7 @@ def erase_compacted(bucket: Bucket, rows_of: StreamRows, users: Set[str]) -> Cou
         if pending := listing.pending.keys() - listing.segments.keys():
             for place in pending:
                 void_pending(bucket, place)
-            # Their writers may have come first. What was announced later has none of the users.
+            # Their writers may have come first. Later announcements have none of the users.
             listing = list_compacted(bucket, rows_of.stream, owner)
         for place in listing.names:
             if _may_hold(bucket, listing, place, users):

@@ -71,7 +71,7 @@ class MaintenanceThread(threading.Thread):
                     act(one)
                 except Exception as error:
                     failed = failed or str(error) or repr(error)
-            if failed:  # What was not compacted was not looked into.
+            if failed:  # Expiry looks into compacted rows only.
                 self._expired_at[one] = float("-inf")
             alarm = alarm or failed or one.alarm
         if alarm and alarm != self.alarm:

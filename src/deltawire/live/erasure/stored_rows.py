@@ -75,7 +75,7 @@ def _rows_of(
     for owner in compacted_owners(bucket, stream):
         read: set[CompactedName] = set()
         merged = True
-        while merged:  # What is gone is in another object, which was stored before.
+        while merged:  # Rows that are gone are in another object, stored before.
             listing = list_compacted(bucket, stream, owner)
             merged = False
             for place in listing.names:

@@ -315,7 +315,7 @@ def _asked(url: str, run_url: str, version: ServedVersion, timeout_s: float) -> 
 
 class _CutOff(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
     """Opens connections, and ends all of them by `end`. A timeout of urllib is one of each read:
-    headers that come byte by byte would last for ever."""
+    headers that come byte by byte would never end."""
 
     def __init__(self) -> None:
         super().__init__()
