@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import secrets
 import sys
 import tempfile
 import time
@@ -222,11 +223,12 @@ def faulty_run(
 
 
 def bisected(
-    found: FaultyRun, folder: Path, *, seed: int = 0, error: float = 0.05
+    found: FaultyRun, folder: Path, *, seed: int | None = None, error: float = 0.05
 ) -> dict[str, Any]:
-    """Runs the command on the whole run; returns its JSON. ``seed`` is that of the sums."""
+    """Runs the command on the whole run; returns its JSON. ``seed`` is that of the sums; without
+    one they are others each time."""
     script = folder / "ask.py"
-    script.write_text(ASK.replace("SEED", str(seed)))
+    script.write_text(ASK.replace("SEED", secrets.token_hex(8) if seed is None else str(seed)))
     words = ["bisect", found.bucket.url, "--good", "0", "--bad", str(len(found.rates) - 1)]
     words += ["--noisy", "--serve", "--error", str(error), "--state", str(folder / "state")]
     out = io.StringIO()
