@@ -7,6 +7,9 @@ import pytest
 from cases import BROKEN, CASES, check, refute
 from exploring import explore
 
+pytestmark = pytest.mark.timeout(1800)
+"""A case takes a processor for up to two minutes, and other work may have it meanwhile."""
+
 
 def sized(cases):
     return [

@@ -12,7 +12,8 @@ import sys
 import pytest
 from documents import ROOT, blocks
 
-pytestmark = pytest.mark.drills
+# A first run of mypy takes a processor for minutes, and other work may have it meanwhile.
+pytestmark = [pytest.mark.drills, pytest.mark.timeout(1800)]
 
 INLINE = re.compile(r"`((?:deltawire\.open_publisher|publish)\([^`]*\))`")
 """Calls that a sentence shows."""
