@@ -26,7 +26,7 @@ Value = bool | float | None
 
 class Key(NamedTuple):
     """A registered figure: ``module`` measures it; it is met at or past ``floor`` in the direction
-    ``sense``. A ``placeholder`` is a floor that no measurement stands behind yet: nothing meets
+    ``sense``. A ``placeholder`` is a floor that is not based on a measurement yet: no value meets
     it."""
 
     module: str
