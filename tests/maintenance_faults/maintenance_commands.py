@@ -592,6 +592,7 @@ def live_stage():
     run = stage.facts["run"] = publish(bucket, range(3), metadata=metadata)
     stage.earlier["run"] = bucket.copy(stage.clock)
     publish(bucket, [3], metadata=metadata)
+    bucket.put(keys.checkpoint_commit(3), b"{}")
     serve(bucket, run, 0, "serve", 0)
     serve(bucket, run, 1, "promote", 1)
     return stage

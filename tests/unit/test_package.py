@@ -157,8 +157,8 @@ FLAGS = {
         "--wait",
     },
     "forget": TRUST
-    | {"--secret", "--without-gateway", "--learner-key", "--no-learner", "--rebuild"}
-    | {"--key", "--json"},
+    | {"--secret", "--without-gateway", "--learner-key", "--no-learner", "--no-trainer"}
+    | {"--rebuild", "--key", "--json"},
     "simulate": {"--out", "--seconds", "--rate", "--dry-run", "--seed", "--json"},
     "replica": TRUST | {"--host", "--port", "--token-file", "--hold", "--cpus", "--precision"},
     "gateway": TRUST

@@ -44,6 +44,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "repeated",
     )
     parser.add_argument(
+        "--no-trainer",
+        action="store_true",
+        help="no trainer will go on with this run or its forks: also delete groups that one would "
+        "need to compute the steps after its newest checkpoint again",
+    )
+    parser.add_argument(
         "--rebuild",
         action="store_true",
         help="also restore the last weights that were not trained on the user",
@@ -69,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         options,
         learner_keys=arguments.learner_key,
         no_learners=arguments.no_learner,
+        no_trainer=arguments.no_trainer,
         rebuild=arguments.rebuild,
     )
     code = FORKED if done.unfinished else 0 if done.known else UNKNOWN_USER

@@ -32,24 +32,27 @@ class ForkErasure(NamedTuple):
         return bool(self.answers or self.feedback or self.groups)
 
 
-def forget_in_forks(bucket: Bucket, users: Sequence[str]) -> list[ForkErasure]:
+def forget_in_forks(
+    bucket: Bucket, users: Sequence[str], *, no_trainer: bool = False
+) -> list[ForkErasure]:
     """Deletes what the forks of a run, and theirs, hold of a user with these pseudonyms. Each keeps
-    a record, so that its gateways and learners store nothing of the user."""
+    a record, so that its gateways and learners store nothing of the user. With ``no_trainer`` no
+    trainer will go on with any of them."""
     found = []
     for name in fork_names(bucket):
         fork = RetryingBucket.over(open_fork(bucket, name))
-        found.append(_forget_in(fork, users))
-        found += forget_in_forks(fork, users)
+        found.append(_forget_in(fork, users, no_trainer=no_trainer))
+        found += forget_in_forks(fork, users, no_trainer=no_trainer)
     return found
 
 
-def _forget_in(fork: Bucket, users: Sequence[str]) -> ForkErasure:
+def _forget_in(fork: Bucket, users: Sequence[str], *, no_trainer: bool) -> ForkErasure:
     failure = ""
     try:
         run = find_run(fork)
         if run is None:  # It is not finished, and holds nothing of users.
             return ForkErasure(fork.url)
-        record = forget_pseudonyms(fork, run, users)
+        record = forget_pseudonyms(fork, run, users, no_trainer=no_trainer)
     except GroupsNeededError as error:
         record, failure = error.record, error.message
     except DeltawireError as error:

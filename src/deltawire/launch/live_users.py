@@ -117,14 +117,16 @@ def forget_by_name(
     *,
     learner_keys: Sequence[str] = (),
     no_learners: Sequence[str] = (),
+    no_trainer: bool = False,
     rebuild: bool = False,
 ) -> Erasure:
     """Deletes what a run's bucket, and forks in it, hold of a user under the pseudonyms of all
     generations.
 
     ``learner_keys`` are ``NAME=FILE``, those of learners of a signed run, and ``no_learners`` the
-    workers whose lineages are forged. With ``rebuild`` the
-    versions that were trained on the user are withdrawn too. Raises `InputError`, before anything
+    workers whose lineages are forged. With ``no_trainer`` no trainer will go on with the run or its
+    forks, so groups that one would need are deleted too. With ``rebuild`` the versions that were
+    trained on the user are withdrawn too. Raises `InputError`, before anything
     is changed, without the secret, if a gateway's pseudonyms do not follow from it, and without
     keys that replaced objects need.
     """
@@ -147,7 +149,12 @@ def forget_by_name(
         users += [user for user in at.pseudonyms() if user not in users]
         try:
             record = forget_pseudonyms(
-                bucket, run, users, learners=learners, no_learners=no_learners
+                bucket,
+                run,
+                users,
+                learners=learners,
+                no_learners=no_learners,
+                no_trainer=no_trainer,
             )
         except GroupsNeededError as error:
             decide(error.record)  # The versions are withdrawn now, although groups stay a while.
@@ -157,7 +164,8 @@ def forget_by_name(
         if set(at.pseudonyms()) <= set(users):
             break
     kept = old_versions(bucket, keys.live_forgotten(users[0]))
-    rebuilt, in_forks = decide(record), forget_in_forks(bucket, users)
+    rebuilt = decide(record)
+    in_forks = forget_in_forks(bucket, users, no_trainer=no_trainer)
     known = bool(record.answers or record.feedback or record.groups)
     known = known or any(one.known for one in in_forks)
     every = [*forks_trained_on(bucket, record), *(fork for one in in_forks for fork in one.forks)]

@@ -140,12 +140,17 @@ def test_two_erasures_at_once_leave_nothing_of_either(after):
         bucket = open_bucket("memory://")
         run = start_run(bucket)
         learned(bucket, {2: BOB, 3: CAROL, 6: CAROL, 7: BOB})
-        meeting = Meeting(bucket, at, lambda b=bucket, r=run: forget_user(b, r, CAROL), after=after)
-        mine = forget_user(meeting, run, BOB)
+        meeting = Meeting(
+            bucket,
+            at,
+            lambda b=bucket, r=run: forget_user(b, r, CAROL, no_trainer=True),
+            after=after,
+        )
+        mine = forget_user(meeting, run, BOB, no_trainer=True)
         if meeting.left > 0:
             break
         assert_forgotten(bucket, [BOB, CAROL], [2, 3, 6, 7])
-        theirs = forget_user(bucket, run, CAROL)
+        theirs = forget_user(bucket, run, CAROL, no_trainer=True)
         assert mine.versions == theirs.versions == [1]
         assert mine.groups == theirs.groups == [("live", 0), ("live", 1)]
         assert tokens_of(1) in everything_in(bucket)

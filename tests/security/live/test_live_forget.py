@@ -60,7 +60,7 @@ def test_versions_are_named_and_groups_hold_nothing_of_the_user():
     bucket = open_bucket("memory://")
     start_run(bucket)
     learned(bucket, {2: ALICE, 6: ALICE})
-    record = forget_user(bucket, start_run(bucket), ALICE)
+    record = forget_user(bucket, start_run(bucket), ALICE, no_trainer=True)
     assert record.versions == [1]
     assert record.groups == [("live", 0), ("live", 1)]
     assert bucket.get(keys.rollout("live", 0), limit=1 << 28) is None
@@ -75,7 +75,7 @@ def test_versions_are_named_and_groups_hold_nothing_of_the_user():
             assert data not in stored
     assert np.array_equal(group.trajectories[0].tokens_T, answer(5).token_ids)
     assert not any(one.user == ALICE for line in read_lineages(bucket) for one in line.answers)
-    again = forget_user(bucket, start_run(bucket), ALICE)
+    again = forget_user(bucket, start_run(bucket), ALICE, no_trainer=True)
     assert (again.versions, again.groups, again.answers) == ([1], record.groups, record.answers)
 
 
@@ -107,8 +107,8 @@ def test_an_erasure_that_was_interrupted_forgets_no_version(at):
     learned(bucket, {2: ALICE, 6: ALICE})
     run = start_run(bucket)
     with contextlib.suppress(RetryError):
-        forget_user(Failing(bucket, at), run, ALICE)
-    record = forget_user(bucket, run, ALICE)
+        forget_user(Failing(bucket, at), run, ALICE, no_trainer=True)
+    record = forget_user(bucket, run, ALICE, no_trainer=True)
     assert record.versions == [1]
     stored = everything_in(bucket)
     assert not any(answer(n).tokens in stored for n in (2, 6))

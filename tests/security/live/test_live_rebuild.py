@@ -219,7 +219,14 @@ def test_in_a_signed_run_what_is_replaced_is_valid_again(tmp_path, capsys):
     files = {name: str(tmp_path / name) for name in ("gateway", "live")}
     OTHER.write(Path(files["gateway"]))
     WORKER.write(Path(files["live"]))
-    command = ["forget", str(tmp_path / "run"), "alice", "--public-key", str(run.pin)]
+    command = [
+        "forget",
+        str(tmp_path / "run"),
+        "alice",
+        "--public-key",
+        str(run.pin),
+        "--no-trainer",
+    ]
     command += ["--key", files["gateway"], "--secret", str(tmp_path / "secret"), "--json"]
     stored = {key: run.plain.get(key, limit=1 << 28) for key in run.plain.list("")}
     assert main(command) == 2
@@ -256,7 +263,14 @@ def test_a_forged_lineage_of_a_worker_blocks_no_erasure(tmp_path, capsys, conten
     forger.put(keys.live_lineage("w0", 7), data)
     for name, signer in (("gateway", OTHER), ("live", WORKER)):
         signer.write(tmp_path / name)
-    command = ["forget", str(tmp_path / "run"), "alice", "--public-key", str(run.pin)]
+    command = [
+        "forget",
+        str(tmp_path / "run"),
+        "alice",
+        "--public-key",
+        str(run.pin),
+        "--no-trainer",
+    ]
     command += ["--key", str(tmp_path / "gateway"), "--secret", str(tmp_path / "secret")]
     command += ["--learner-key", f"live={tmp_path / 'live'}", "--json"]
     assert main(command) != 0
@@ -313,8 +327,8 @@ def test_a_command_that_is_killed_at_any_write_is_finished_by_the_next(done):
         serve(bucket, run, 1)
         store = KilledAtWrite(bucket, at, done)
         with contextlib.suppress(RetryError):
-            rebuild(store, run, forget_user(store, run, ALICE).versions)
-        record = forget_user(bucket, run, ALICE)
+            rebuild(store, run, forget_user(store, run, ALICE, no_trainer=True).versions)
+        record = forget_user(bucket, run, ALICE, no_trainer=True)
         assert rebuild(bucket, run, record.versions) == ("waits_for_trainer", 1, 0)
         assert record.versions == [1]
         assert decisions(bucket, run) == [("serve", 1), ("rollback", 0)]
@@ -368,7 +382,7 @@ def test_a_trainer_restores_and_trains_again_on_the_answers_of_others(
     serve(bucket, run, 2)
     needles = [form for data in (planted, answer(6, tokens=12).tokens) for form in forms_of(data)]
     assert planted in everything_in(bucket)
-    command = ["forget", bucket.url, "alice", "--secret", secret, "--rebuild"]
+    command = ["forget", bucket.url, "alice", "--secret", secret, "--rebuild", "--no-trainer"]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "versions trained on them: 2" in said

@@ -56,10 +56,15 @@ class GroupsNeededError(RetryError):
 
 
 def forget_user(
-    bucket: Bucket, run: Run, user: str, *, learners: Mapping[str, Bucket] | None = None
+    bucket: Bucket,
+    run: Run,
+    user: str,
+    *,
+    learners: Mapping[str, Bucket] | None = None,
+    no_trainer: bool = False,
 ) -> Forgotten:
     """Deletes what `forget_pseudonyms` deletes, of a user with one pseudonym."""
-    return forget_pseudonyms(bucket, run, [user], learners=learners)
+    return forget_pseudonyms(bucket, run, [user], learners=learners, no_trainer=no_trainer)
 
 
 def forget_pseudonyms(
@@ -69,12 +74,14 @@ def forget_pseudonyms(
     *,
     learners: Mapping[str, Bucket] | None = None,
     no_learners: Collection[str] = (),
+    no_trainer: bool = False,
 ) -> Forgotten:
     """Deletes everything that a run's bucket holds of a user with these pseudonyms.
 
     ``learners`` are, in a signed run, the buckets that sign as each learner: a group and a lineage
     are valid only by the key of the learner that made them. Workers in ``no_learners`` forged
-    lineages, which would name any user in any group: all of theirs are deleted, unread.
+    lineages, which would name any user in any group: all of theirs are deleted, unread. With
+    ``no_trainer`` no trainer will go on with the run, so none of its groups is needed.
 
     Each pseudonym has a record, which stays in the bucket; returns them as one, under the first
     pseudonym. Raises `InputError`, before anything is changed, if the user is in groups of a
@@ -117,7 +124,7 @@ def forget_pseudonyms(
     ]
     # Versions that were committed meanwhile may have consumed a group that waited.
     records = _name_versions(bucket, records, used, emptied=emptied)
-    needed = used.needed_by_a_trainer()
+    needed = set[Place]() if no_trainer else used.needed_by_a_trainer()
     _delete_groups(bucket, set(users), mine, writers, used, kept=needed)
     record = _as_one(records)
     if needed & set[Place]().union(*places.values()):
@@ -126,7 +133,7 @@ def forget_pseudonyms(
             "its newest checkpoint from them; everything else is deleted",
             record=record,
             hint="run the same command after the trainer's next checkpoint; if no trainer will go "
-            "on with this run, delete its checkpoints first",
+            "on with this run, add --no-trainer",
             run=bucket.url,
         )
     return record

@@ -70,7 +70,7 @@ class UserGroups:
 
     def needed_by_a_trainer(self) -> set[Place]:
         """Returns the groups of versions above the newest checkpoint: a trainer that starts again
-        computes their steps again. Without a checkpoint there are none.
+        computes their steps again. Without a checkpoint it starts from version 0, and needs all.
         """
         stored = [
             version
@@ -78,7 +78,7 @@ class UserGroups:
             if (version := keys.trailing_number(key.rpartition("/")[0])) is not None
             and key == keys.checkpoint_commit(version)
         ]
-        newest = max(stored, default=keys.MAX_NUMBER)
+        newest = max(stored, default=0)
         return {one.group for one in self.trained if one.version > newest}
 
     def _manifest(self, version: int) -> Manifest | None:

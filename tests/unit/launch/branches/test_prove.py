@@ -278,7 +278,7 @@ def test_forgetting_makes_commitments_unlinkable(tmp_path, capsys):
     made = commitment(salt, "live", 0, stated)
     path = tmp_path / "before" / "statements" / "version-0000000001.json"
     assert made in json.dumps(read_attestation(path, signer.public_key))
-    forget_user(bucket, run, BOB)
+    forget_user(bucket, run, BOB, no_trainer=True)
     assert bucket.get(keys.proof_salt("live", 0), limit=64) is None
     found = check_proof(bucket, run, tmp_path / "before", signer.public_key)
     assert (found.versions, found.unlinked, found.faults) == (2, 1, {})

@@ -71,7 +71,7 @@ class Together(DelegatingBucket):
 def test_each_manifest_is_read_once_and_sixteen_at_a_time(bucket):
     publish(bucket, range(2, VERSIONS))
     remote = Together(bucket)
-    assert forget_user(remote, read_run(bucket), ALICE).versions == [1]
+    assert forget_user(remote, read_run(bucket), ALICE, no_trainer=True).versions == [1]
     assert sorted(remote.reads) == [keys.manifest(version) for version in range(VERSIONS)]
     assert remote.most == READERS == 16
 
@@ -79,18 +79,21 @@ def test_each_manifest_is_read_once_and_sixteen_at_a_time(bucket):
 def test_a_version_that_is_committed_meanwhile_is_named_before_its_group_goes(bucket):
     publish_it = lambda: publish(bucket.inner, [2], {2: [("live", 1)]})  # noqa: E731
     bucket.pause("list", keys.LIVE_CAPTURES, wait=publish_it)
-    record = forget_user(bucket, start_run(bucket), ALICE)
+    record = forget_user(bucket, start_run(bucket), ALICE, no_trainer=True)
     assert record.versions == stored_record(bucket).versions == [1, 2]
     assert not bucket.exists(keys.rollout("live", 1)), "it is consumed, so it is deleted whole"
 
 
-def test_groups_that_a_trainer_needs_stay_until_its_next_checkpoint(bucket):
+@pytest.mark.parametrize("stored", [True, False], ids=["a checkpoint", "none yet"])
+def test_groups_that_a_trainer_needs_stay_until_its_next_checkpoint(bucket, stored):
     publish(bucket, range(2, 5))
-    bucket.put(keys.checkpoint_commit(0), b"{}")
+    if stored:  # Without one, a trainer starts again from version 0.
+        bucket.put(keys.checkpoint_commit(0), b"{}")
     with pytest.raises(GroupsNeededError, match="newest checkpoint") as kept:
         forget_user(bucket, start_run(bucket), ALICE)
     assert kept.value.record.versions == [1]
     assert "next checkpoint" in kept.value.hint
+    assert "--no-trainer" in kept.value.hint
     assert bucket.exists(keys.rollout("live", 0))
     waiting = bucket.get(keys.rollout("live", 1), limit=1 << 20)
     assert answer(6).tokens not in waiting, "what no trainer needs is deleted"
@@ -98,6 +101,13 @@ def test_groups_that_a_trainer_needs_stay_until_its_next_checkpoint(bucket):
     again = forget_user(bucket, start_run(bucket), ALICE)
     assert not bucket.exists(keys.rollout("live", 0))
     assert (again.versions, again.answers, again.feedback) == ([1], 2, 2)
+
+
+def test_without_a_trainer_to_come_no_group_is_needed(bucket):
+    publish(bucket, range(2, 5))
+    record = forget_user(bucket, start_run(bucket), ALICE, no_trainer=True)
+    assert record.versions == [1]
+    assert not bucket.exists(keys.rollout("live", 0))
 
 
 def test_an_object_that_cannot_be_read_is_no_reason_to_report_an_erasure(bucket):
@@ -108,4 +118,5 @@ def test_an_object_that_cannot_be_read_is_no_reason_to_report_an_erasure(bucket)
     assert unreadable.value.key == key
     assert bucket.exists(keys.rollout("live", 0))
     bucket.heal()
-    assert forget_user(bucket, start_run(bucket), ALICE).groups == [("live", 0), ("live", 1)]
+    record = forget_user(bucket, start_run(bucket), ALICE, no_trainer=True)
+    assert record.groups == [("live", 0), ("live", 1)]

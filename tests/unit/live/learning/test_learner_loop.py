@@ -176,7 +176,7 @@ def test_a_rebuild_offers_the_other_answers_again_once_it_is_restored(started, b
         publisher.flush()
         serve(bucket, run, 0, 2)
         loop.link.status = trainer(9)
-        versions = forget_user(bucket, run, BOB).versions
+        versions = forget_user(bucket, run, BOB, no_trainer=True).versions
         assert rebuild_without(bucket, run, versions, by="ann", now=0.0).restores == 1
         assert not loop._turn(), "the trainer has restored nothing yet"
         log = DecisionLog(bucket, run.id)
