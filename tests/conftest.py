@@ -224,6 +224,16 @@ def moto_server():
         yield server
 
 
+@pytest.fixture(scope="session")
+def disk_s3_server(tmp_path_factory):
+    """A third implementation, which keeps its objects on the disk."""
+    from disk_s3_server import DiskS3Server
+
+    server = DiskS3Server(tmp_path_factory.mktemp("disk-s3"))
+    yield server
+    server.kill()
+
+
 @pytest.fixture
 def new_bucket(request, tmp_path):
     """``new_bucket(kind)`` is an empty bucket in a folder, in memory, or on an S3 server."""
@@ -238,6 +248,10 @@ def new_bucket(request, tmp_path):
             return open_bucket("memory://")
         if kind == "folder":
             return open_bucket(str(tmp_path / f"bucket-{number}"), create=True)
+        if kind == "disk":
+            server = request.getfixturevalue("disk_s3_server")
+            path = f"{request.node.path.stem}/{place}/{number}"
+            return server.open(path, retry_config=QUICK_RETRIES)
         server = request.getfixturevalue({"s3": "s3_server", "moto": "moto_server"}[kind])
         url = f"s3://drills/{request.node.path.stem}/{place}/{number}"
         return server.open(url, retry_config=QUICK_RETRIES)

@@ -1,9 +1,13 @@
 """Concurrent creates, reads, puts and deletes of one object have an order that explains them."""
 
+import random
+import threading
+
 import pytest
+from disk_s3_server import DiskS3Server, WhileItAnswers
 from linearizing import NO_ANSWER, Operation, is_linearizable, record
 
-SERVERS = [pytest.param(kind, marks=pytest.mark.drills) for kind in ("s3", "moto")]
+SERVERS = [pytest.param(kind, marks=pytest.mark.drills) for kind in ("s3", "moto", "disk")]
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory", *SERVERS])
@@ -13,6 +17,33 @@ def test_what_a_store_answers_has_an_order(new_bucket, kind):
         history = record(bucket, f"one/{number}", clients=6, rounds=4)
         assert len(history) == 48
         assert is_linearizable(history)
+
+
+@pytest.mark.drills
+def test_a_server_that_is_killed_keeps_what_it_answered(tmp_path):
+    server, rng = DiskS3Server(tmp_path / "objects"), random.Random(1)
+    lost = 0
+    try:
+        for number in range(12):
+            bucket = WhileItAnswers(server.open("killed", retry_config={"max_retries": 0}), server)
+            kills = threading.Timer(rng.uniform(0.002, 0.06), server.kill)
+            kills.start()
+            history: list[Operation] = []
+            client = threading.Thread(
+                target=lambda n=number, b=bucket, h=history: h.extend(
+                    record(b, f"one/{n}", clients=4, rounds=4)
+                )
+            )
+            client.start()
+            kills.join()
+            server.start()
+            client.join()
+            assert len(history) == 32
+            assert is_linearizable(history)
+            lost += sum(one.answer is NO_ANSWER for one in history)
+    finally:
+        server.kill()
+    assert lost, "no kill met a request"
 
 
 def operation(verb, value, answer, began, ended):

@@ -1,6 +1,6 @@
 """Folder, memory, S3, the faulty bucket and the proxy without faults pass the store suite.
 
-S3 is tested over HTTP with two implementations of it.
+S3 is tested over HTTP with three implementations of it.
 """
 
 import threading
@@ -52,6 +52,13 @@ class TestS3AnotherImplementation(StoreSuite):
     @pytest.fixture
     def bucket(self, new_bucket):
         return new_bucket("moto")
+
+
+@pytest.mark.drills
+class TestS3OnADisk(StoreSuite):
+    @pytest.fixture
+    def bucket(self, new_bucket):
+        return new_bucket("disk")
 
 
 class TestS3BehindTheProxyAtRest(StoreSuite):

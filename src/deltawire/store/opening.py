@@ -151,6 +151,9 @@ def _remote_options(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
             chosen["endpoint"] = found[0]
         if str(chosen.get("endpoint", "")).startswith("http:"):
             client.setdefault("allow_http", True)
+        # A call deletes one object, and some servers lack the request for many (DeleteObjects).
+        if not {"disable_bulk_delete", "aws_disable_bulk_delete"} & options.keys():
+            chosen["disable_bulk_delete"] = os.environ.get("AWS_DISABLE_BULK_DELETE", "true")
     return chosen
 
 
