@@ -307,8 +307,8 @@ class Text:
         """Renders messages; texts that contain special tokens are replaced by marks, and returned
         in the order of the marks."""
         contents: list[str] = []
-        schemas = [tool.schema for tool in tools] or None
         try:
+            schemas = [self._held_in(tool.schema, contents, self._added) for tool in tools] or None
             rows = [self._row(message, contents) for message in messages]
             return self._apply(rows, schemas), contents
         except InputError:  # a limit, which messages in another form would reach too
@@ -326,28 +326,43 @@ class Text:
         """A message for the template; texts that contain its tokens are added to ``contents``."""
         danger = self._special if message.role == "assistant" else self._added
 
-        def held(text: str, kept: str | None = None) -> str:
-            if danger is None or not danger.search(text):
-                return text
-            contents.append(text if kept is None else kept)
-            return f"mark{self._nonce}x{len(contents) - 1}x"
-
-        def within(value: Any) -> Any:
-            """Arguments: templates write them as JSON."""
-            if isinstance(value, str):
-                return held(value, json.dumps(value, ensure_ascii=False)[1:-1])
-            if isinstance(value, Mapping):
-                return {within(name): within(inner) for name, inner in value.items()}
-            return [within(inner) for inner in value] if isinstance(value, list) else value
+        def held(text: str) -> str:
+            return self._held(text, contents, danger)
 
         calls = [
-            replace(call, name=held(call.name), arguments=within(call.arguments))
+            replace(
+                call,
+                name=held(call.name),
+                arguments=self._held_in(call.arguments, contents, danger),
+            )
             for call in message.calls
         ]
         name, call = held(message.name), held(message.call)
         return _row(
             replace(message, content=held(message.content), name=name, call=call, calls=(*calls,))
         )
+
+    def _held(
+        self, text: str, contents: list[str], danger: re.Pattern[str] | None, kept: str = ""
+    ) -> str:
+        """A mark for a text with tokens of the template, which is added to ``contents``."""
+        if danger is None or not danger.search(text):
+            return text
+        contents.append(kept or text)
+        return f"mark{self._nonce}x{len(contents) - 1}x"
+
+    def _held_in(self, value: Any, contents: list[str], danger: re.Pattern[str] | None) -> Any:
+        """Arguments, or the schema of a tool, with marks: templates write them as JSON."""
+        if isinstance(value, str):
+            return self._held(value, contents, danger, json.dumps(value, ensure_ascii=False)[1:-1])
+        if isinstance(value, Mapping):
+            return {
+                self._held_in(name, contents, danger): self._held_in(inner, contents, danger)
+                for name, inner in value.items()
+            }
+        if isinstance(value, list):
+            return [self._held_in(inner, contents, danger) for inner in value]
+        return value
 
     def _apply(
         self,

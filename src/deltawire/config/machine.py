@@ -12,6 +12,8 @@ variable ``DELTAWIRE_MACHINE_POLICY`` names, or in ``/etc/deltawire/policy.toml`
                                        # their publishers hold (train.publisher_offload)
     data_dirs = ["/data"]              # files and folders of rows that a run may name, with those
                                        # of DELTAWIRE_DATA_DIRS
+    urls = ["https://tools.example/"]  # servers of tools and environments that a run may name, with
+                                       # those of DELTAWIRE_ALLOWED_URLS
     trusted_templates = true           # render chat templates of runs without limits on memory
     workers = ["w*", "lab-7"]          # names whose groups a trainer on this machine reads, with *
                                        # for any characters; all that the run allows, if left out
@@ -29,6 +31,7 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -41,6 +44,8 @@ TRUSTED = "DELTAWIRE_TRUSTED_MODULES"
 """The environment variable: module names, separated by commas."""
 DATA = "DELTAWIRE_DATA_DIRS"
 """The environment variable: files and folders, separated as in PATH."""
+URLS = "DELTAWIRE_ALLOWED_URLS"
+"""The environment variable: URLs, separated by commas."""
 DEFAULT_PATH = Path("/etc/deltawire/policy.toml")
 
 
@@ -72,6 +77,7 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     environments: list[str] | None = None
     trusted_modules: list[str] = []
     data_dirs: list[str] = []
+    urls: list[str] = []
     workers: list[str] | None = None
     snapshot_dir: str = ""
     trusted_templates: bool = False
@@ -117,6 +123,21 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "process of the run on this machine",
         )
 
+    def require_url(self, url: str, setting: str) -> str:
+        """Returns a URL that a run names in ``setting``.
+
+        Raises `InputError` unless this machine's user has named it, or one of the same scheme,
+        host and port whose path is a folder that its path lies in.
+        """
+        named = [*self.urls, *filter(None, os.environ.get(URLS, "").split(","))]
+        if any(_reaches(one, url) for one in named):
+            return url
+        raise InputError(
+            f"{setting} names {url[:400]}, which this machine does not let runs reach",
+            hint=f"if the run may send requests to it, set {URLS} to it for every process of the "
+            "run on this machine",
+        )
+
     def publisher_dir(self, offload: Literal["none", "disk"]) -> Path | None:
         """Returns the folder for what publishers hold, None for memory; ``offload`` is a run's
         ``train.publisher_offload``.
@@ -146,6 +167,26 @@ def give_data(paths: Iterable[str]) -> None:
     named = filter(None, os.environ.get(DATA, "").split(os.pathsep))
     added = (str(Path(path).resolve()) for path in paths)
     os.environ[DATA] = os.pathsep.join(dict.fromkeys([*named, *added]))
+
+
+def give_urls(urls: Iterable[str]) -> None:
+    """Lets this process and its children reach servers that a configuration of this machine names;
+    never pass it URLs that were read from a bucket."""
+    named = filter(None, os.environ.get(URLS, "").split(","))
+    os.environ[URLS] = ",".join(dict.fromkeys([*named, *urls]))
+
+
+def _reaches(allowed: str, url: str) -> bool:
+    try:
+        one, other = urlsplit(allowed), urlsplit(url)
+        same = (one.scheme, one.hostname, one.port) == (other.scheme, other.hostname, other.port)
+    except ValueError:  # a port that is no number
+        return False
+    segments = unquote(other.path).replace("\\", "/").split("/")
+    if not same or not other.hostname or other.username is not None or ".." in segments:
+        return False
+    folder = one.path.rstrip("/")
+    return other.path == one.path or f"{other.path}/".startswith(f"{folder}/")
 
 
 def machine_policy() -> MachinePolicy:

@@ -103,6 +103,7 @@ def parse_config(raw: dict[str, Any], *, source: str, created_by: str = "") -> R
         config.live.contradiction(config.rollout.group_size),
         config.live.release.contradiction(),
         config.midtrain.contradiction() if config.midtrain is not None else None,
+        _tools_fault(config),
         _scaffold_fault(config),
         _proofs_fault(config),
         _budgets_fault(config),
@@ -186,6 +187,18 @@ def _sharing_fault(config: RunConfig) -> tuple[str, str] | None:
     if config.live.baseline == "sign" and not loss.traits.good_or_bad:
         reason = f"live.baseline sign leaves {loss.surrogate} without a baseline"
         return reason, 'set train.loss.surrogate = "kto", or another live.baseline'
+    return None
+
+
+def _tools_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Refuses tools whose answers no turn is left to read."""
+    tasks = [*config.task.each(), *(one.task for one in config.evaluate.sets)]
+    served = any(task.tools for task in tasks)
+    if served and config.rollout.max_turns < 2:
+        return (
+            "task.tools need turns that read their answers, and rollout.max_turns is 1",
+            "set rollout.max_turns to the most calls of an episode and one more",
+        )
     return None
 
 

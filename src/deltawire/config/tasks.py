@@ -14,6 +14,9 @@ from deltawire.config.base import Count, OwnDevice, Positive, Section
 SetName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}\Z")]
 Place = Annotated[str, Meta(pattern=r"^([A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?\Z")]
 """``module:function``, or empty."""
+ToolName = Annotated[
+    str, Meta(max_length=2048, pattern=r"^[a-z]{1,16}:([A-Za-z0-9_.-]{1,40}|https?://[^\s,]+)\Z")
+]
 Column = Annotated[str, Meta(max_length=128)]
 
 _PLACEHOLDER = re.compile(r"\{([^{}\s]{1,128})\}")
@@ -87,6 +90,60 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """Draw each epoch in another order; false keeps the order of the file."""
 
 
+class ToolServerConfig(Section, frozen=True, kw_only=True):
+    """A server of tools that speaks MCP: a command in the sandbox, or a URL.
+
+    Each episode has a server, or a session of it, for itself. The command sees the file or folder
+    ``path`` in its working directory, and no network.
+
+    Example::
+
+        [[task.tool_servers]]
+        name = "calculator"
+        command = ["python3", "calculator.py"]
+        path = "servers/calculator.py"
+    """
+
+    name: SetName
+    command: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(max_length=64)
+    ] = []
+    path: Annotated[str, Meta(max_length=4096)] = ""
+    """A file or folder that is copied into the sandbox. Each machine's user names what a run may
+    read (`deltawire.config.machine`)."""
+    packages: Annotated[str, Meta(max_length=4096)] = ""
+    """A folder of installed Python packages that the command may import, such as the site-packages
+    of an environment for the server."""
+    url: Annotated[str, Meta(max_length=2048, pattern=r"^(https?://[^\s,]+)?\Z")] = ""
+    """The address of a server that runs already (streamable HTTP). Each machine's user names those
+    that a run may reach."""
+    isolation: Literal["namespaces", "process"] = "namespaces"
+    only: Annotated[list[Annotated[str, Meta(max_length=128)]], Meta(max_length=128)] = []
+    """The tools to offer; all that the server has, if empty."""
+    calls: Count = 32
+    """The most calls of one episode."""
+    start_limit_s: Positive = 60.0
+    """Seconds for each request until the tools are known."""
+    call_limit_s: Positive = 30.0
+    limit_s: Positive = 600.0
+    """Seconds that a command may run, which is the whole episode."""
+    cpu_s: Positive = 120.0
+    memory_mib: Annotated[int, Meta(ge=32, le=1 << 20)] = 1024
+    processes: Annotated[int, Meta(ge=1, le=1 << 15)] = 64
+    """Processes and threads of a command."""
+    answer_kib: Annotated[int, Meta(ge=1, le=1 << 14)] = 256
+    """The longest message of the server; longer ones are not kept."""
+
+    def contradiction(self, where: str) -> tuple[str, str] | None:
+        """Finds settings that contradict each other: the reason, naming ``where``, and what to do;
+        None if there is no contradiction."""
+        if bool(self.command) == bool(self.url):
+            return f"{where} needs either command or url", ""
+        if self.url and (self.path or self.packages):
+            return f"{where}.path and {where}.packages are for a command", "leave them out"
+        return None
+
+
 class TaskConfig(Section, frozen=True, kw_only=True):
     """The source of tasks: an environment by its name, and its ``options``; or a ``mixture``.
 
@@ -121,6 +178,11 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     """
     reward_limit_s: Positive = 10.0
     """Seconds that one call of ``reward`` may take."""
+    tools: Annotated[list[ToolName], Meta(max_length=16)] = []
+    """Tools of servers that the model may call next to those of the environment: ``mcp:`` and the
+    name of one of ``tool_servers``, or a URL."""
+    tool_servers: Annotated[list[ToolServerConfig], Meta(max_length=16)] = []
+    """The servers that ``tools`` names."""
     mixture: list[MixtureEntry] = []
     """Several tasks in one run; all other keys of this table are then unused."""
 
@@ -145,6 +207,8 @@ class TaskConfig(Section, frozen=True, kw_only=True):
                 for number, entry in enumerate(self.mixture)
             )
             return next((one for one in found if one), None)
+        if found_tools := self._tool_contradiction(where):
+            return found_tools
         if self.environment == "reasoning_gym" and "question" not in self.placeholders:
             kind = "messages" if self.messages else "prompt"
             return f"{where}.{kind} must contain {{question}}", ""
@@ -164,6 +228,31 @@ class TaskConfig(Section, frozen=True, kw_only=True):
                 f"the environment {self.environment} has its own",
             )
         return None
+
+    def _tool_contradiction(self, where: str) -> tuple[str, str] | None:
+        names = [server.name for server in self.tool_servers]
+        if len(set(names)) < len(names):
+            return f"{where}.tool_servers names a server twice", "give each its own name"
+        for tools in self.tools:
+            kind, _, name = tools.partition(":")
+            if kind != "mcp":
+                return f"{where}.tools has no kind {kind!r}", "the kind is mcp"
+            if name not in names and "://" not in name:
+                return f"{where}.tools names {name}, which {where}.tool_servers lacks", ""
+        found = (
+            server.contradiction(f"{where}.tool_servers[{number}]")
+            for number, server in enumerate(self.tool_servers)
+        )
+        return next((one for one in found if one), None)
+
+    def servers(self) -> list[ToolServerConfig]:
+        """The servers that ``tools`` names, in that order."""
+        named = {server.name: server for server in self.tool_servers}
+        places = [tools.partition(":")[2] for tools in self.tools]
+        return [
+            ToolServerConfig(name=f"url{number}", url=place) if "://" in place else named[place]
+            for number, place in enumerate(places)
+        ]
 
     def each(self) -> Iterator[TaskConfig]:
         """Returns its tasks: those of the mixture, or itself."""
@@ -333,11 +422,26 @@ class MidtrainConfig(Section, frozen=True, kw_only=True):
 
 
 def data_paths(section: Section) -> Iterator[str]:
-    """Returns the paths of rows that a configuration, or a part of it, names."""
-    if isinstance(section, DataConfig | DocumentStreamConfig | HeldoutStreamConfig):
-        yield section.path
+    """Returns the paths of rows, and of files for servers of tools, that a configuration, or a part
+    of it, names."""
+    for one in _sections(section):
+        if isinstance(one, DataConfig | DocumentStreamConfig | HeldoutStreamConfig):
+            yield one.path
+        if isinstance(one, ToolServerConfig):
+            yield from filter(None, (one.path, one.packages))
+
+
+def server_urls(section: Section) -> Iterator[str]:
+    """Returns the URLs of servers that a configuration, or a part of it, names."""
+    for one in _sections(section):
+        if isinstance(one, TaskConfig):
+            yield from (server.url for server in one.servers() if server.url)
+
+
+def _sections(section: Section) -> Iterator[Section]:
+    yield section
     for name in section.__struct_fields__:
         value = getattr(section, name)
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, Section):
-                yield from data_paths(one)
+                yield from _sections(one)

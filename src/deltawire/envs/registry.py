@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -34,6 +35,10 @@ BUILT_IN = {
     "simulated_users": "deltawire.envs.simulated_users:SimulatedUserTasks",
 }
 """The built-in environments: one line each."""
+TOOL_SERVERS = {"mcp": "deltawire.envs.mcp.server"}
+"""The kinds of servers that ``task.tools`` may name: a module with `open_server`, which takes a
+`ToolServerConfig` and returns a function that makes a `deltawire.envs.served_tools.ToolServer`, and
+with `require_server`, which raises `InputError` where that would."""
 _MODULES_OF_OPTIONS = {"verifiers": "deltawire.envs.verifiers_tasks:modules_of"}
 """Functions that return the modules which an environment imports for its options, of those that
 import any."""
@@ -57,7 +62,18 @@ def open_tasks(config: TaskConfig, *, seed: int) -> TaskSource:
         sources = [open_tasks(entry.task, seed=seed) for entry in config.mixture]
         return MixtureTasks(config.mixture, sources, seed=seed)
     machine_policy().require_environment(config.environment)
-    return _factory(config.environment)(config, seed=seed)
+    source = _factory(config.environment)(config, seed=seed)
+    if not config.tools:
+        return source
+    from deltawire.envs.served_tools import TasksWithTools
+
+    return TasksWithTools(source, [open_() for open_ in _tool_servers(config, "open_server")])
+
+
+def _tool_servers(config: TaskConfig, verb: str) -> Iterator[Callable[[], Any]]:
+    """A function of its kind, with its configuration, for each server of tools."""
+    for tools, server in zip(config.tools, config.servers(), strict=True):
+        yield partial(_attribute(f"{TOOL_SERVERS[tools.partition(':')[0]]}:{verb}"), server)
 
 
 def require_environment(name: str) -> None:
@@ -78,6 +94,8 @@ def require_tasks(config: TaskConfig) -> None:
         require_environment(task.environment)
         if task.reward:
             require_code("task.reward", task.reward)
+        for require in _tool_servers(task, "require_server"):
+            require()
         if place := _MODULES_OF_OPTIONS.get(task.environment, ""):
             for module in _attribute(place)(task):
                 require_code("task.options", module)

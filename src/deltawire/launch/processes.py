@@ -19,8 +19,8 @@ from typing import get_args
 import msgspec
 
 from deltawire.config import RunConfig, check_config, parse_config, read_values
-from deltawire.config.machine import give_data
-from deltawire.config.tasks import data_paths
+from deltawire.config.machine import give_data, give_urls
+from deltawire.config.tasks import data_paths, server_urls
 from deltawire.display import safe_line
 from deltawire.errors import CorruptError, InputError
 from deltawire.events import Role
@@ -81,6 +81,7 @@ def read_config(
     else:
         config = check_config(values, source=str(path))
     give_data(data_paths(config))
+    give_urls(server_urls(config))
     if seed is not None:
         config = msgspec.structs.replace(config, seed=seed)
     if engine is None:

@@ -180,14 +180,7 @@ class Sandbox:
         environment: dict[str, str],
     ) -> Outcome:
         request = self.request(command, limits, environment)
-        source = str(Path(__file__).resolve().parents[3])
-        launcher = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-B", "-c", _BOOT.format(source)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=1 << 20,
-        )
+        launcher = await start_launcher()
         try:
             async with asyncio.timeout(limits.wall_s + _GRACE_S):
                 return await self._converse(launcher, request, files)
@@ -211,17 +204,35 @@ class Sandbox:
             raise RetryError(f"the sandbox's launcher failed: {said[-500:] or error}") from error
         finally:
             launcher.stdin.close()
-        if result.unsupported:
-            raise InputError(
-                f"this machine gives no sandbox: {result.fault}",
-                hint="allow user namespaces (or run as root), or set isolation = "
-                '"process" where you trust what is run',
-            )
-        if result.fault:
-            raise RetryError(f"the sandbox did not start: {result.fault}")
+        require_started(result)
         return Outcome(
             result.status, result.cause, output, result.printed, result.seconds, left, result.lost
         )
+
+
+async def start_launcher() -> asyncio.subprocess.Process:
+    """Starts the launcher, which waits for a request on its stdin."""
+    source = str(Path(__file__).resolve().parents[3])
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", "-B", "-c", _BOOT.format(source)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=1 << 20,
+    )
+
+
+def require_started(result: Result) -> None:
+    """Raises `InputError` for a command that this machine cannot isolate, and `RetryError` for one
+    that was not started for another reason."""
+    if result.unsupported:
+        raise InputError(
+            f"this machine gives no sandbox: {result.fault}",
+            hint="allow user namespaces (or run as root), or set isolation = "
+            '"process" where you trust what is run',
+        )
+    if result.fault:
+        raise RetryError(f"the sandbox did not start: {result.fault}")
 
 
 async def _dismiss(launcher: asyncio.subprocess.Process) -> None:

@@ -14,6 +14,12 @@ process of the namespace ends, daemons included. Only then is the folder read.
 
 Under ``isolation = "process"`` there is no namespace: the command is a process group with the
 kernel's limits on it. It sees the machine, has its network, and can leave the group.
+
+An interactive command talks to the worker itself, over the launcher's stdin and stdout::
+
+    worker ══ stdin ══▶ (request) ─▶ command     launcher: limits, and ends the command at SIGTERM
+      ▲   ╘═ stdout ◀═══════════════════╛           │      or once the worker is dead
+      └═══ stderr ◀═════════════════════════════════┘      its result, and the command's stderr
 """
 
 from __future__ import annotations
@@ -51,6 +57,8 @@ from deltawire.envs.sandbox.plan import (
 CHECK_S = 0.02
 """The interval at which the launcher sums what the command's processes use."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
+SERVER_CHECK_S = 0.2
+"""The same interval for an interactive command, of which one is alive for each episode."""
 CANCELLED = "cancelled"
 
 
@@ -229,6 +237,16 @@ class Running:
             _be_first(request, folder, printing, reporting)
         os.close(printing)
         os.close(reporting)
+        self.worker = os.getppid()
+        self.stopped = False
+        if request.interactive:  # Only the command holds them from here on.
+            os.close(0)
+            os.close(1)
+            signal.signal(signal.SIGTERM, self._stop)
+
+    def _stop(self, *_: object) -> None:
+        self.stopped = True
+        self.end()  # Its end wakes the loop of `watch`.
 
     def end(self) -> None:
         """Ends the command and all its processes."""
@@ -238,15 +256,20 @@ class Running:
 
     def watch(self) -> tuple[Result, Output]:
         """Waits for the command's end, or ends it at a limit."""
-        limits = self.request.limits
+        limits, interactive = self.request.limits, self.request.interactive
         output, report = Output(limits.output_bytes), b""
         cause, over = "", False
         selector = selectors.DefaultSelector()
-        for handle in (0, self.output, self.reports):
+        for handle in (
+            (self.output, self.reports) if interactive else (0, self.output, self.reports)
+        ):
             os.set_blocking(handle, False)
             selector.register(handle, selectors.EVENT_READ)
         while not over:
-            for key, _ in selector.select(CHECK_S):
+            if self.stopped or (interactive and os.getppid() != self.worker):
+                cause = CANCELLED
+                break
+            for key, _ in selector.select(SERVER_CHECK_S if interactive else CHECK_S):
                 data = os.read(key.fd, 1 << 16)
                 if key.fd == self.output:
                     output.add(data)
@@ -302,9 +325,9 @@ def _be_first(request: Request, folder: Path, printing: int, reporting: int) -> 
     """The first process: enter the root, start the command, reap until it ends, report."""
     isolated = request.isolation == "namespaces"
     try:
-        null = os.open("/dev/null", os.O_RDONLY)
-        os.dup2(null, 0)
-        os.dup2(printing, 1)
+        if not request.interactive:
+            os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+            os.dup2(printing, 1)
         os.dup2(printing, 2)
         os.setsid()
         if isolated:
@@ -381,8 +404,10 @@ def serve(request: Request, files: list[tuple[str, bytes]]) -> bytes:
             write_files(folder, files, None)
             running = Running(request, folder, None)
         result, output = running.watch()
-        if result.cause == CANCELLED:
+        if result.cause == CANCELLED and not request.interactive:
             return b""  # The worker no longer reads.
+        if request.interactive:
+            return _frame(result, bytes(output.head + output.tail), [])
         left, lost = collect(folder, request.limits)
     except namespaces.UnsupportedError as error:
         return _frame(Result(fault=str(error), unsupported=True), b"", [])
@@ -406,7 +431,8 @@ def main() -> None:
     """One request from stdin, one result to stdout."""
     header = read_header(read_exactly)
     files = [(str(path), read_exactly(int(size))) for path, size in header["files"]]
-    answer = memoryview(serve(request_of(header), files))
+    request = request_of(header)
+    answer = memoryview(serve(request, files))
     while answer:
-        answer = answer[os.write(1, answer) :]
+        answer = answer[os.write(2 if request.interactive else 1, answer) :]
     sys.exit(0)

@@ -53,7 +53,8 @@ class Request:
 
     ``isolation`` is ``namespaces`` or ``process``; ``uid`` is the user that a command becomes if
     the launcher is root, None to stay. With ``read_only``, no folder can be written. Folders of
-    packages in ``shown`` appear below `PACKAGES`.
+    packages in ``shown`` appear below `PACKAGES`. An ``interactive`` command talks over the
+    launcher's own stdin and stdout, and its folder is not read afterwards.
     """
 
     command: tuple[str, ...]
@@ -66,6 +67,7 @@ class Request:
     prefix: str
     read_only: bool = False
     shown: tuple[str, ...] = ()
+    interactive: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ PURPOSES = {
     "data": "Parquet, saved datasets",
     "trl": "TRL's trainers",
     "verifiers": "environments of verifiers",
+    "mcp": "tools of MCP servers",
     "tinker": "Tinker's SDK",
     "ray": "run --launcher ray",
     "hosted": "export, import",

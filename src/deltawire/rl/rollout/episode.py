@@ -15,7 +15,6 @@ The tokens between ┊ and the next t are the prompt of the new segment.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +47,7 @@ from deltawire.rl.rollout.episode_types import (
     EpisodeLimits,
     T,
     ask_probes,
+    checked_reward,
     one_line,
     within,
 )
@@ -383,11 +383,9 @@ class _EpisodeRun:
             raise EpisodeFailure(f"{what} returned {type(turn).__name__}, not a Turn")
         try:
             messages = turn.messages
-            reward = float(turn.reward)
+            reward = checked_reward(what, turn.reward)
         except (TypeError, ValueError) as error:
             raise EpisodeFailure(f"{what} returned an invalid turn: {error}") from error
-        if not math.isfinite(reward):
-            raise EpisodeFailure(f"{what} gave the reward {reward}")
         if len(messages) > MAX_MESSAGES:
             raise EpisodeFailure(f"{what} returned {len(messages)} messages at once")
         self._reward += reward

@@ -32,6 +32,11 @@ MAX_MESSAGES = 1024
 """The most messages that an environment may return at once."""
 
 
+MAX_REWARD = 1e6
+"""The largest reward of one turn, or of a harness, either way. Sums and squares of larger ones
+would overflow in the trainer's float32 numbers."""
+
+
 T = TypeVar("T")
 
 
@@ -140,6 +145,17 @@ class Episode:
 
 class EpisodeFailure(Exception):  # noqa: N818  (it names an event of an episode)
     """An episode cannot continue, for a reason other than the model."""
+
+
+def checked_reward(what: str, reward: Any) -> float:
+    """Returns a reward as a number; raises `EpisodeFailure` unless it is a finite one of at most
+    `MAX_REWARD`, and `TypeError` or `ValueError` for a text and what is no number."""
+    if isinstance(reward, str | bytes):
+        raise ValueError(f"the reward {reward[:40]!r} is a text")  # noqa: TRY004
+    found = float(reward)
+    if not abs(found) <= MAX_REWARD:
+        raise EpisodeFailure(f"{what} gave the reward {found}")
+    return found
 
 
 async def ask_probes(

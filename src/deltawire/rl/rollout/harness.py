@@ -8,7 +8,6 @@ Concurrency::
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping
 
@@ -24,6 +23,7 @@ from deltawire.rl.rollout.episode_types import (
     EpisodeFailure,
     EpisodeLimits,
     ask_probes,
+    checked_reward,
     one_line,
     within,
 )
@@ -86,12 +86,9 @@ async def _drive(
             return 0.0
         raise
     try:
-        reward = float(found)
+        return checked_reward("the harness", found)
     except (TypeError, ValueError) as error:
         raise EpisodeFailure(f"the harness returned no reward: {error}") from error
-    if not math.isfinite(reward):
-        raise EpisodeFailure(f"the harness gave the reward {reward}")
-    return reward
 
 
 def _episode(

@@ -112,6 +112,8 @@ CAUSES = {
     "reward raises what is no text": ({"step": raises_half_a_character}, "step raised KeyError"),
     "half a character": ({"step": gives(Turn(reward="\ud800"))}, "an invalid turn"),
     "reward is NaN": ({"step": gives(Turn(reward=float("nan")))}, "step gave the reward nan"),
+    "reward is huge": ({"step": gives(Turn(reward=-1e308))}, "step gave the reward -1e+308"),
+    "reward is a text": ({"step": gives(Turn(reward="1.0"))}, "an invalid turn"),
     "reward is infinite": ({"step": gives(Turn(reward=float("inf")))}, "the reward inf"),
     "reward is a word": ({"step": gives(Turn(reward="much"))}, "an invalid turn"),
     "reward never returns": ({"step": never}, "step took longer than 0.2 s"),

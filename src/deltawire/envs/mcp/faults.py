@@ -1,0 +1,9 @@
+"""The two ways in which a server of tools fails: in one call, or for the whole episode."""
+
+
+class CallFaultError(Exception):
+    """One call failed; the message is for the model, and the episode goes on."""
+
+
+class ToolServerError(Exception):
+    """The server cannot be used any more; the episode has failed."""
