@@ -13,8 +13,8 @@ level of all users does while outcomes arrive.
   number needs for an error rate of 0.05 and a power of 0.95.
 
 The first three are of ``--canaries`` of each kind in each of ``--worlds``, and each world that is
-done is kept in ``--out``. They are 95 % bounds of the worst world: the rate is shown to be no
-better than that. ``false_promotion`` is simulated without guardrails, which can only lower it.
+done is kept in ``--out``. They are the lower 95 % bounds of the worst world; details have both
+bounds and the counts. ``false_promotion`` is simulated without guardrails, which can only lower it.
 
 - ``voters_promote``: the candidate is worse by `VOTED`, and `VOTERS` of the users vote for the arm
   that they guess theirs to be, for the candidate. Arms are hidden, so a guess is right half of the
@@ -46,7 +46,7 @@ from deltawire.live.release.evidence import error_budget, planned_answers
 from deltawire.live.release.sequential_tests import ArrivalDifference, log_threshold
 
 CANARIES = 2000
-FEW = 500
+FEW, FEW_BY_END = 500, 200
 BATCH = 50
 STRETCH = 2000
 """Outcomes after which canaries that have ended are left out of a batch."""
@@ -260,10 +260,15 @@ def simulate(
 
 def bound(hits: int, trials: int) -> float:
     """Returns the lower end of the one-sided 95 % Wilson interval of a rate."""
+    return bounds(hits, trials)[0]
+
+
+def bounds(hits: int, trials: int) -> tuple[float, float]:
+    """Returns both ends of the Wilson interval of a rate, each a one-sided 95 % bound."""
     z, rate = 1.6449, hits / trials
     middle = rate + z * z / (2 * trials)
     spread = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials**2))
-    return (middle - spread) / (1 + z * z / trials)
+    return (middle - spread) / (1 + z * z / trials), (middle + spread) / (1 + z * z / trials)
 
 
 def fixed_horizon(release: ReleaseConfig, *, effect: float = EFFECT) -> int:
@@ -282,15 +287,15 @@ def fixed_horizon(release: ReleaseConfig, *, effect: float = EFFECT) -> int:
     raise AssertionError
 
 
-def rates_of(
+def counts_of(
     world: str,
     release: ReleaseConfig,
     *,
     seed: int,
     order: Order = "request",
     canaries: int = CANARIES,
-) -> dict[str, float]:
-    """Returns the bounds of the three rates in one world."""
+) -> dict[str, int]:
+    """Returns how many of the canaries of each kind ended so in one world."""
     unguarded = msgspec.structs.replace(release, guardrails={})
     about: dict[str, Any] = {"world": world, "order": order, "canaries": canaries}
     bad = simulate(unguarded, -release.margin, seed=seed, **about)
@@ -298,10 +303,15 @@ def rates_of(
     good = simulate(release, EFFECT, seed=seed + 2, **about)
     within = good.promoted & (good.outcomes <= GOOD_WITHIN)
     return {
-        "false_promotion": bound(int(bad.promoted.sum()), canaries),
-        "false_rollback": bound(int(same.rolled_back.sum()), canaries),
-        "good_promotion": bound(int(within.sum()), canaries),
+        "false_promotion": int(bad.promoted.sum()),
+        "false_rollback": int(same.rolled_back.sum()),
+        "good_promotion": int(within.sum()),
     }
+
+
+def intervals_of(counts: dict[str, int], canaries: int) -> dict[str, tuple[float, float]]:
+    """Returns the two 95 % bounds of each rate."""
+    return {rate: bounds(hits, canaries) for rate, hits in counts.items()}
 
 
 def chosen_worlds(wanted: str) -> list[str]:
@@ -316,15 +326,15 @@ def chosen_worlds(wanted: str) -> list[str]:
     return names
 
 
-def kept_rates(world: str, release: ReleaseConfig, options: Options) -> dict[str, float]:
-    """Returns the bounds of a world, which are measured once and then read from ``options.out``."""
+def kept_counts(world: str, release: ReleaseConfig, options: Options) -> dict[str, int]:
+    """Returns the counts of a world, which are measured once and then read from ``options.out``."""
     seed = options.seed + 10 * list(WORLDS).index(world)
-    path = Path(options.out) / f"canaries-{world}-{options.canaries}-{seed}.json"
+    path = Path(options.out) / f"canary-counts-{world}-{options.canaries}-{seed}.json"
     if options.out and path.is_file():
-        found: dict[str, float] = json.loads(path.read_text())
+        found: dict[str, int] = json.loads(path.read_text())
         return found
     began = time.process_time()
-    found = rates_of(world, release, seed=seed, canaries=options.canaries)
+    found = counts_of(world, release, seed=seed, canaries=options.canaries)
     seconds = time.process_time() - began
     words = f"{world}: {seconds:.0f} s of processor time"
     print(words, file=sys.stderr, flush=True)  # noqa: T201
@@ -349,8 +359,11 @@ def measure(options: Options) -> Measured:
         raise InputError("--canaries must be at least 1")
     release, seed = ReleaseConfig(), options.seed
     single = ReleaseConfig(stages=[0.5])
-    rates = {world: kept_rates(world, release, options) for world in chosen_worlds(options.worlds)}
-    by_end = rates_of(SLOW_ARM, release, seed=seed + 500, order="end", canaries=200)
+    counts = {
+        world: kept_counts(world, release, options) for world in chosen_worlds(options.worlds)
+    }
+    rates = {world: intervals_of(found, options.canaries) for world, found in counts.items()}
+    by_end = counts_of(SLOW_ARM, release, seed=seed + 500, order="end", canaries=FEW_BY_END)
     voted = {f"{guess:g}": promoted_by_voters(guess, VOTERS, seed=seed + 600) for guess in GUESSES}
     voting = {
         f"{guess:g}": {
@@ -363,22 +376,23 @@ def measure(options: Options) -> Measured:
     details: dict[str, Any] = {
         "canaries": options.canaries,
         "planned_outcomes": planned_answers(release, effect=EFFECT, rate=RATE),
+        "counts": counts,
         "worlds": rates,
         "worst": {
             "false_promotion": max(rates, key=lambda one: rates[one]["false_promotion"]),
             "false_rollback": max(rates, key=lambda one: rates[one]["false_rollback"]),
             "good_promotion": min(rates, key=lambda one: rates[one]["good_promotion"]),
         },
-        "slow_and_fast_arms_by_end": by_end,
+        "slow_and_fast_arms_by_end": intervals_of(by_end, FEW_BY_END),
         "promoted_by_voters_who_guess": voted,
         "promoted_by_more_voters_who_guess": voting,
         "outcomes_until_rollback": found,
         "outcomes_fixed_horizon": fixed_horizon(single),
     }
     values = {
-        "false_promotion_worst": max(one["false_promotion"] for one in rates.values()),
-        "false_rollback_worst": max(one["false_rollback"] for one in rates.values()),
-        "good_promotion_worst": min(one["good_promotion"] for one in rates.values()),
+        "false_promotion_worst": max(one["false_promotion"][0] for one in rates.values()),
+        "false_rollback_worst": max(one["false_rollback"][0] for one in rates.values()),
+        "good_promotion_worst": min(one["good_promotion"][0] for one in rates.values()),
         "voters_promote": voted["0.5"],
         "regression_found_after": found / fixed_horizon(single),
     }

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from benchmarks.live import canary
-from benchmarks.live.canary import GUARDED_RATES, WORLDS, chosen_worlds, kept_rates, simulate
+from benchmarks.live.canary import (
+    GUARDED_RATES,
+    WORLDS,
+    bounds,
+    chosen_worlds,
+    kept_counts,
+    simulate,
+)
 from benchmarks.training.keys import Options
 from deltawire.config.release import DEFAULT_GUARDRAILS, ReleaseConfig
 from deltawire.errors import InputError
@@ -67,9 +74,21 @@ def test_worlds_are_chosen_by_name_and_a_world_that_is_done_is_read(tmp_path):
     with pytest.raises(InputError, match="no 'tides'"):
         chosen_worlds("seasons,tides")
     options = Options(out=str(tmp_path), canaries=7)
-    (tmp_path / "canaries-seasons-7-10.json").write_text('{"false_promotion": 0.5}')
-    found = kept_rates("seasons", ReleaseConfig(), options)
-    assert found == {"false_promotion": 0.5}, "it was simulated again"
+    (tmp_path / "canary-counts-seasons-7-10.json").write_text('{"false_promotion": 5}')
+    found = kept_counts("seasons", ReleaseConfig(), options)
+    assert found == {"false_promotion": 5}, "it was simulated again"
+
+
+def test_both_ends_of_an_interval_are_those_of_wilson():
+    """Each end is the rate whose own standard deviation, 1.6449 times, reaches to what was seen."""
+    for hits, trials in ((0, 2000), (33, 2000), (1996, 2000)):
+        low, high = bounds(hits, trials)
+        rate = hits / trials
+        for end in (low, high):
+            assert abs(rate - end) == pytest.approx(
+                1.6449 * (max(end * (1 - end), 0) / trials) ** 0.5, abs=1e-7
+            )
+        assert low < rate < high or not hits
 
 
 def test_canaries_are_simulated_with_all_guardrails():
