@@ -1,6 +1,6 @@
 # make demo           sets everything up and runs asynchronous RL on this machine
 # make real           sets everything up, downloads a pretrained model (93 MB) and trains it: half an hour
-# make live           sets everything up, and learns from simulated users for three minutes
+# make live           sets everything up, and learns from 10,000 requests of simulated users
 # make test           sets everything up and checks everything but the drills
 # make drills         kills, cuts off and damages runs; DRILLS=5 does each drill five times, and
 #                     SHORT=1 leaves out those that take minutes or start several jobs one after
@@ -54,8 +54,8 @@ real: real-model
 		$(BIN)/deltawire run examples/real/sums.toml --out runs/real
 
 live: setup
-	@$(BIN)/deltawire simulate examples/live.toml --seconds 420 --dry-run
-	@$(BIN)/deltawire simulate examples/live.toml --seconds 420 --out runs/live
+	@$(BIN)/deltawire simulate examples/live.toml --requests 10000 --dry-run
+	@$(BIN)/deltawire simulate examples/live.toml --requests 10000 --out runs/live
 
 # mypy keeps one core busy, and tests wait at times: both run at once, and lint speaks at the end.
 # One process compiles the modules of tests meanwhile; each worker would. A shell's background job

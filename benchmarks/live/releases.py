@@ -1,6 +1,6 @@
 """``releases_right``: runs of ``make live`` in which no bad version reached all users.
 
-Each of `SEEDS` seeds is one ``deltawire simulate examples/live.toml --seconds 420``: trainer,
+Each of `SEEDS` seeds is one ``deltawire simulate examples/live.toml --requests 10000``: trainer,
 learner, evaluator, replicas, gateway and decider are real processes. A seed is right if the gate or
 the users' outcomes stopped each planted version, none was promoted, and true satisfaction rose by
 `WORTH`. A seed whose command failed in any way, or that did not get as far as a planted version, is
@@ -24,8 +24,7 @@ from deltawire.dashboard.simulation import SimulationReport
 
 EXAMPLE = ROOT / "examples" / "live.toml"
 SEEDS = 20
-SECONDS = 420.0
-RATE = 20.0
+REQUESTS = 10_000
 LIMIT_S = 7200.0
 """Seconds that one seed may take, on a machine that is busy with other work too."""
 WORTH = 0.1
@@ -50,6 +49,8 @@ def row_of(report: SimulationReport | None, ended: Ended, planted: list[str]) ->
         "gain_se": round(report.gain_se, 4),
         "asked": asked,
         "turned_away": away,
+        "waited": report.counts.get("waited", 0),
+        "seconds": round(report.seconds),
         "failed": report.failed,
         "lost": report.captures_lost + report.feedback_lost,
         "versions": report.versions,
@@ -74,11 +75,12 @@ def measure(options: Options) -> Measured:
     out = Path(options.out or "runs/bench-live")
     planted = [str(kind) for kind in load_config(EXAMPLE).live.planted]
     seeds = range(options.seed, options.seed + SEEDS)
-    folders = {seed: out / f"release-{seed}" for seed in seeds}
+    folders = {seed: out / f"release-{REQUESTS}-{seed}" for seed in seeds}
     missing = [seed for seed, folder in folders.items() if read_ended(folder) is None]
     for seed in missing[: options.repeats]:
         run_seed(
-            folders[seed], seed, config=EXAMPLE, seconds=SECONDS, rate=RATE, limit_s=LIMIT_S
+            folders[seed], seed, config=EXAMPLE, span=("--requests", str(REQUESTS)),
+            limit_s=LIMIT_S,
         )  # fmt: skip
     rows: dict[str, Any] = {}
     for seed, folder in folders.items():

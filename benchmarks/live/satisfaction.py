@@ -22,7 +22,6 @@ from deltawire.dashboard.simulation import SimulationReport
 USERS = Path(__file__).with_name("users.toml")
 SEEDS = 5
 SECONDS = 120.0
-RATE = 20.0
 LIMIT_S = 900.0
 """Seconds that one seed may take, on a machine that is busy with other work too."""
 
@@ -55,6 +54,6 @@ def measure(options: Options) -> Measured:
     missing = [seed for seed, folder in folders.items() if read_report(folder) is None]
     for seed in missing[: options.repeats]:
         run_seed(
-            folders[seed], seed, config=USERS, seconds=SECONDS, rate=RATE, limit_s=LIMIT_S
+            folders[seed], seed, config=USERS, span=("--seconds", str(SECONDS)), limit_s=LIMIT_S
         )  # fmt: skip
     return summarize({seed: read_report(folder) for seed, folder in folders.items()})

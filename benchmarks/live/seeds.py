@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -50,15 +51,14 @@ def _read(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 
-def run_seed(
-    folder: Path, seed: int, *, config: Path, seconds: float, rate: float, limit_s: float
-) -> None:
-    """Measures one seed, in place of what an interrupted measurement left."""
+def run_seed(folder: Path, seed: int, *, config: Path, span: Sequence[str], limit_s: float) -> None:
+    """Measures one seed, in place of what an interrupted measurement left; ``span`` is the
+    command's option for how long users come."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     command = [*COMMAND, "simulate", str(config), "--out", str(folder), "--seed", str(seed)]
-    command += ["--seconds", str(seconds), "--rate", str(rate), "--json"]
+    command += [*span, "--json"]
     began, code, loads = time.monotonic(), None, [os.getloadavg()[0]]
     log = folder / "said.log"
     with log.open("wb") as said:

@@ -159,7 +159,7 @@ FLAGS = {
     "forget": TRUST
     | {"--secret", "--without-gateway", "--learner-key", "--no-learner", "--no-trainer"}
     | {"--rebuild", "--key", "--json"},
-    "simulate": {"--out", "--seconds", "--rate", "--dry-run", "--seed", "--json"},
+    "simulate": {"--out", "--seconds", "--rate", "--requests", "--dry-run", "--seed", "--json"},
     "replica": TRUST | {"--host", "--port", "--token-file", "--hold", "--cpus", "--precision"},
     "gateway": TRUST
     | {

@@ -29,6 +29,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second (default: 20)")
     parser.add_argument(
+        "--requests",
+        type=int,
+        metavar="N",
+        help="send N requests instead, at most --rate a second: on a slow machine users wait",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print what this amounts to, and start nothing"
     )
     add_seed(parser)
@@ -54,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         out=Path(arguments.out or f"runs/{config.name}"),
         seconds=arguments.seconds,
         rate=arguments.rate,
+        requests=arguments.requests,
         seed=arguments.seed,
     )
     if arguments.dry_run:

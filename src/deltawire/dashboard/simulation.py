@@ -186,7 +186,8 @@ def lines_of(report: SimulationReport) -> list[tuple[str, str]]:
             (
                 f"{report.answers} of {report.counts.get('asked', 0)} requests in "
                 f"{report.seconds:.0f} s, {report.failed} failed, "
-                f"{report.counts.get('turned_away', 0)} turned away"
+                f"{report.counts.get('turned_away', 0)} turned away, "
+                f"{report.counts.get('waited', 0)} waited for a place"
             ),
         ),
         ("true satisfaction", f"{report.first:.3f} → {report.last:.3f}"),

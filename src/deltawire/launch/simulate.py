@@ -69,6 +69,7 @@ PLANNED_POWER = 0.9
 REPORT_EVERY_S = 10.0
 MOST_SECONDS = 30 * 86_400.0
 MOST_RATE = 10_000.0
+MOST_REQUESTS = 1_000_000_000
 _URL = re.compile(rb"serving .* on (http://\S+)")
 
 ReportLine = Callable[[str], None]
@@ -76,12 +77,22 @@ ReportLine = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions:
-    """How long users come, how many requests a second, where files go, and the run's seed."""
+    """How long users come, how many requests a second, where files go, and the run's seed.
+
+    With ``requests``, so many are sent, at most ``rate`` a second, however long the machine takes,
+    and ``seconds`` does not count.
+    """
 
     out: Path
     seconds: float = 180.0
     rate: float = 20.0
+    requests: int | None = None
     seed: int | None = None
+
+    @property
+    def planned_s(self) -> float:
+        """Returns the seconds that users come, on a machine that keeps the rate."""
+        return self.seconds if self.requests is None else self.requests / self.rate
 
 
 def population_of(config: RunConfig) -> Population:
@@ -106,6 +117,8 @@ def check_simulation(config: RunConfig, options: SimulationOptions) -> Populatio
             "--seconds and --rate must be above 0, and at most "
             f"{MOST_SECONDS:,.0f} and {MOST_RATE:,.0f}"
         )
+    if options.requests is not None and not 0 < options.requests <= MOST_REQUESTS:
+        raise InputError(f"--requests must be from 1 to {MOST_REQUESTS:,}")
     check_learnable(config, "")
     if config.live.planted and not releases(config):
         raise InputError("live.planted needs releases", hint="set evaluate.every")
@@ -125,7 +138,7 @@ def derived(config: RunConfig, options: SimulationOptions) -> dict[str, float]:
     population = check_simulation(config, options)
     settings = population.settings
     users = [user.role for user in population.users]
-    answers = options.rate * options.seconds
+    answers = options.rate * options.planned_s
     a_version = config.rollout.group_size * config.train.groups_per_step
     return {
         "users": len(users),
@@ -137,7 +150,7 @@ def derived(config: RunConfig, options: SimulationOptions) -> dict[str, float]:
         "answers_a_version": a_version,
         "versions_at_most": answers // a_version,
         "indifferent": population.indifferent(),
-        "optimum": population.optimum(options.seconds),
+        "optimum": population.optimum(options.planned_s),
     }
 
 
@@ -390,13 +403,19 @@ def simulate(
             return False
 
         result = asyncio.run(
-            driver.drive(rate=options.rate, seconds=options.seconds, stopping=stopping)
+            driver.drive(
+                rate=options.rate,
+                seconds=options.seconds if options.requests is None else math.inf,
+                requests=options.requests,
+                stopping=stopping,
+            )
         )
     if not result.notes:
         raise InputError("no request was answered", hint=f"see {options.out / 'logs'}")
     bucket = open_bucket(str(options.out / "bucket"))
     planted = {str(kind): version for kind, version in config.live.planted.items()}
-    done = Simulated(config.name, population, result, bucket, began, options.seconds, planted)
+    seconds = options.seconds if options.requests is None else result.seconds
+    done = Simulated(config.name, population, result, bucket, began, seconds, planted)
     report = report_of(done)
     write_simulation(report, result.notes, options.out)
     return report

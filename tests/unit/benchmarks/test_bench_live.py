@@ -107,7 +107,7 @@ def test_a_seed_of_releases_is_run_once_and_says_how_it_ended(tmp_path, monkeypa
 def test_a_seed_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(seeds, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
     seeds.run_seed(
-        tmp_path / "0", 0, config=releases.EXAMPLE, seconds=1.0, rate=1.0, limit_s=0.2
+        tmp_path / "0", 0, config=releases.EXAMPLE, span=("--requests", "9"), limit_s=0.2
     )  # fmt: skip
     assert seeds.read_ended(tmp_path / "0").code is None
     assert seeds.read_report(tmp_path / "0") is None

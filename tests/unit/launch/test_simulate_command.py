@@ -46,6 +46,8 @@ def test_a_dry_run_states_what_it_amounts_to_and_starts_nothing(tmp_path, capsys
     assert not out.exists()
     assert main(["simulate", WITHOUT_RELEASES, "--dry-run", "--seconds", "60"]) == 0
     assert "versions at most" in capsys.readouterr().out
+    assert main(["simulate", WITHOUT_RELEASES, "--dry-run", "--requests", "70", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answers"] == 70
 
 
 def test_a_dry_run_states_what_a_release_needs(tmp_path, capsys):
@@ -77,6 +79,7 @@ def test_what_cannot_be_simulated_is_refused(tmp_path, capsys):
         ),
         *((text, [f"--seconds={value}"], "above 0") for value in ("0", "-1", "nan", "inf", "1e99")),
         *((text, [f"--rate={value}"], "above 0") for value in ("0", "nan", "1e99")),
+        (text, ["--requests=0"], "--requests must be from 1"),
         (text.replace('"given"', '"group_mean"'), [], "given"),
         (
             text.replace('"simulated_users"', '"reasoning_gym"').replace("options", "# "),
@@ -137,7 +140,7 @@ def test_the_report_compares_the_ends_and_the_picture_shows_arms_and_decisions(t
     assert len((tmp_path / "notes.jsonl").read_text().splitlines()) == 40
     assert any("canary" in value for _, value in lines_of(report))
     answers = dict(lines_of(report))["answers"]
-    assert answers == "40 of 41 requests in 100 s, 1 failed, 0 turned away"
+    assert answers == "40 of 41 requests in 100 s, 1 failed, 0 turned away, 0 waited for a place"
     assert report.failures == []
     lost = msgspec.structs.replace(report, first=0.75, last=0.45, gain=-0.3)
     assert lost.failures == ["users are less satisfied: 0.750 → 0.450"]

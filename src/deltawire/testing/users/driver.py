@@ -12,6 +12,7 @@ the system under test can change.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,7 +32,10 @@ from deltawire.testing.users.population import (
 from deltawire.wire.receipts import Receipt
 
 AT_ONCE = 64
-"""Requests in flight, at most; users who come while there are more find no place and leave."""
+"""Requests in flight, at most; users who come while there are more find no place, and leave or wait
+(`UserDriver.drive`)."""
+ROOM_EVERY_S = 0.02
+"""A user who waits for a place looks for one so often."""
 REPORT_ATTEMPTS = 5
 REPORT_PAUSE_S = 1.0
 
@@ -57,10 +61,12 @@ class ServedNote(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass
 class DriveResult:
     """The notes in the order of answers, and totals: ``asked``, ``failed`` answers,
-    ``turned_away``, ``reports``, ``repeated`` reports, and ``refused`` ones."""
+    ``turned_away``, ``waited`` for a place, ``reports``, ``repeated`` reports, and ``refused``
+    ones. ``seconds`` passed until the last request."""
 
     notes: list[ServedNote] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
 
     def satisfaction(self, since: float = 0.0, until: float = float("inf")) -> float:
         """Returns the mean true satisfaction of answers between two times; NaN without any."""
@@ -111,26 +117,42 @@ class UserDriver:
         self.result = DriveResult()
 
     async def drive(
-        self, *, rate: float, seconds: float, stopping: Callable[[], bool] = lambda: False
+        self,
+        *,
+        rate: float,
+        seconds: float = math.inf,
+        requests: int | None = None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> DriveResult:
         """Sends requests for some ``seconds``, then waits for the reports that are still to come.
 
-        ``stopping`` ends it early. Answers that fail are counted, not raised.
+        With ``requests`` it sends so many instead, at most ``rate`` a second: a user who finds no
+        place waits for one, and all later users come later by as much. So a slow machine takes
+        longer, and turns nobody away. ``stopping`` ends it early. Answers that fail are counted,
+        not raised.
         """
         began = time.monotonic()
+        waited = 0.0
         tasks: set[asyncio.Task[None]] = set()
         async with self._client:
             try:
                 for number, due in enumerate(self._population.arrivals(rate)):
                     # This machine may not keep the rate.
                     late = time.monotonic() - began >= seconds
-                    if late or due >= seconds or stopping():
+                    if late or waited + due >= seconds or number == requests or stopping():
                         break
-                    await asyncio.sleep(max(0.0, began + due - time.monotonic()))
+                    await asyncio.sleep(max(0.0, began + waited + due - time.monotonic()))
                     self.result.counts["asked"] += 1
                     if self._asking >= AT_ONCE:
-                        self.result.counts["turned_away"] += 1
-                        continue
+                        if requests is None:
+                            self.result.counts["turned_away"] += 1
+                            continue
+                        self.result.counts["waited"] += 1
+                        while self._asking >= AT_ONCE and not stopping():
+                            await asyncio.sleep(ROOM_EVERY_S)
+                    if requests is not None:
+                        waited = max(waited, time.monotonic() - began - due)
+                    self.result.seconds = time.monotonic() - began
                     task = asyncio.create_task(self._user(self._population.request(number), began))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)

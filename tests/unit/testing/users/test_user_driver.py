@@ -19,7 +19,7 @@ QUICK = UserSettings(
 )  # fmt: skip
 
 
-def drive(tmp_path, monkeypatch, *, mode="tokens", token=TOKEN):
+def drive(tmp_path, monkeypatch, *, mode="tokens", token=TOKEN, **span):
     async def scenario():
         async with live_serving(published(), tmp_path / "state", monkeypatch) as gateway:
             gateway.fake.mode = mode
@@ -33,7 +33,7 @@ def drive(tmp_path, monkeypatch, *, mode="tokens", token=TOKEN):
             ticks = itertools.count()
             clock = SimpleNamespace(monotonic=lambda: 0.001 * next(ticks))
             monkeypatch.setattr(driver_module, "time", clock)
-            result = await driver.drive(rate=60.0, seconds=0.5)
+            result = await driver.drive(**(span or {"rate": 60.0, "seconds": 0.5}))
             return result, await gateway.uploaded(), gateway.fake.seen
 
     return asyncio.run(scenario())
@@ -66,6 +66,19 @@ def test_answers_that_fail_are_counted_and_end_nothing(tmp_path, monkeypatch, op
     assert not result.notes
     assert not captures
     assert not reports
+
+
+def test_users_leave_where_there_is_no_place_or_wait_for_one(tmp_path, monkeypatch):
+    """Users come faster than two at a time can be answered."""
+    monkeypatch.setattr(driver_module, "AT_ONCE", 2)
+    left, _, _ = drive(tmp_path / "left", monkeypatch, rate=1000.0, seconds=0.03)
+    assert left.counts["turned_away"] == left.counts["asked"] - len(left.notes) > 0
+    assert not left.counts["waited"]
+    waited, _, seen = drive(tmp_path / "waited", monkeypatch, rate=1000.0, requests=12)
+    assert waited.counts["asked"] == len(waited.notes) == len(seen) == 12
+    assert not waited.counts["turned_away"]
+    assert waited.counts["waited"] > 0
+    assert waited.seconds > 0
 
 
 def test_a_wrong_url_is_refused():
