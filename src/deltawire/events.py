@@ -252,8 +252,7 @@ class HeldoutScore(msgspec.Struct, frozen=True, kw_only=True):
     """Results on a set of ``problems`` held-out problems: the share correct of ``samples`` answers
     each at the rollout's temperature, and of one greedy answer each; and the mean reward of the
     sampled ones. ``correct`` is the share correct of each problem's sampled answers, in the order
-    of the set, -1 where all of them failed; it may end before the set does. ``again`` is that of a
-    second measurement, by which the version is compared once it serves."""
+    of the set, -1 where all of them failed; it may end before the set does."""
 
     accuracy: float
     greedy: float
@@ -261,14 +260,13 @@ class HeldoutScore(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     problems: int
     correct: CorrectShares = []
-    again: CorrectShares = []
 
 
 class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     """Held-out accuracy of one version over ``problems`` problems: the share correct of
     ``samples`` answers each at the rollout's temperature, and of one greedy answer each; and the
-    mean ``reward`` of the sampled ones. ``correct``, ``again`` and ``sets`` are as in
-    `HeldoutScore`, for each named set."""
+    mean ``reward`` of the sampled ones. ``correct`` and ``sets`` are as in `HeldoutScore`, for each
+    named set."""
 
     written_by: ClassVar[frozenset[Role]] = frozenset({"evaluator"})
     at: float
@@ -280,7 +278,6 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     seconds: float
     reward: float | None = None
     correct: CorrectShares = []
-    again: CorrectShares = []
     sets: dict[str, HeldoutScore] = {}
     budgets: list[BudgetScore] = []
     """The curve of accuracy over budgets, the smallest first; empty if it is not measured."""
@@ -292,6 +289,18 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     """The scores that the controller compares; empty without one."""
     published: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
     """Mean bytes of a version's delta since the evaluation before, if there is a controller."""
+
+
+class ServingMeasured(_Event, tag="serving_measured", frozen=True, kw_only=True):
+    """The version that serves, measured again on the sets of the release gate: ``correct`` of all
+    held-out problems and of each of the named ``sets``, as in `HeldoutScore`."""
+
+    written_by: ClassVar[frozenset[Role]] = frozenset({"evaluator"})
+    at: float
+    version: int
+    seconds: float
+    correct: CorrectShares = []
+    sets: dict[str, CorrectShares] = {}
 
 
 class SourceLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -490,6 +499,7 @@ Event = (
     | Swapped
     | Generated
     | Evaluated
+    | ServingMeasured
     | HeldoutLoss
     | WarmStep
     | Parity

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +18,7 @@ from deltawire.config.release import ReleaseConfig
 from deltawire.display import safe_line, time_of
 from deltawire.errors import InputError, RetryError
 from deltawire.estimates import OffPolicyEstimate
-from deltawire.events import Evaluated
+from deltawire.events import Evaluated, ServingMeasured
 from deltawire.launch.role_keys import read_signer
 from deltawire.live.deployment_secret import generation_in_use
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
@@ -40,6 +40,7 @@ from deltawire.live.release.shadow_evidence import ShadowEvidence, read_shadow, 
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import known_trainer
+from deltawire.runtime.heartbeat import read_heartbeat
 from deltawire.runtime.needs import config_of
 from deltawire.runtime.trusted import ReaderTrust, open_trusted
 from deltawire.store import Bucket, RetryingBucket
@@ -58,6 +59,8 @@ from deltawire.wire.roles import GATEWAY_ROLE
 from deltawire.wire.run import Run
 
 DECIDE_EVERY_S = 5.0
+EVALUATOR_SILENT_S = 60.0
+"""An evaluator that was not heard of for so long is not waited for."""
 UNDECIDED_CODE, HELD_CODE, ROLLED_BACK_CODE = 10, 11, 12
 """Exit codes of ``status`` and ``decide --once``; 0 if a version serves and nothing is open."""
 
@@ -137,7 +140,7 @@ class Releaser:
         newest = newest_version(self._bucket)
         if newest is None:
             return None
-        scores = self._scores()
+        scores = self._scores(now)
         restored = self._restored()
         chosen = None
         if restored is None and not self._awaits_restore():
@@ -260,7 +263,7 @@ class Releaser:
         trainer = known_trainer(self._bucket)
         return trainer is not None and trainer.phase != "finished"
 
-    def _scores(self) -> Scores:
+    def _scores(self, now: float) -> Scores:
         if not self.release.gate:
             return {}
         if self.gate is not None:
@@ -270,15 +273,33 @@ class Releaser:
             return self._with_restores(self.gate.scores())
         scores: dict[int, Mapping[str, SetScore]] = {
             e.version: {
-                "accuracy": SetScore(e.accuracy, tuple(e.correct), tuple(e.again)),
-                **{
-                    name: SetScore(s.accuracy, tuple(s.correct), tuple(s.again))
-                    for name, s in e.sets.items()
-                },
+                "accuracy": SetScore(e.accuracy, tuple(e.correct)),
+                **{name: SetScore(s.accuracy, tuple(s.correct)) for name, s in e.sets.items()},
             }
             for e in self._evaluated()
         }
-        return self._with_restores(scores)
+        return self._with_second_results(dict(self._with_restores(scores)), now)
+
+    def _with_second_results(self, scores: dict[int, Any], now: float) -> Scores:
+        """Add the newest results of the version that serves, or say that they are still to come."""
+        decision = self.log.newest
+        if decision is None or not self.release.measure_again:
+            return scores
+        version, results = decision.serving.version, dict[str, list[float]]()
+        for event in events_of(self._bucket, "evaluator"):
+            if isinstance(event, ServingMeasured) and event.version == version:
+                results = {"accuracy": event.correct, **event.sets}
+        awaited = not results and self._evaluates(now)
+        scores[version] = {
+            name: replace(one, again=tuple(results.get(name, ())), awaited=awaited)
+            for name, one in scores.get(version, {}).items()
+        }
+        return scores
+
+    def _evaluates(self, now: float) -> bool:
+        """Returns whether an evaluator is at work, which measures the version that serves."""
+        beat = read_heartbeat(self._bucket, "evaluator")
+        return beat is not None and not beat.ended and now - beat.at < EVALUATOR_SILENT_S
 
     def _with_restores(self, scores: dict[int, Any]) -> Scores:
         for version, earlier in self.log.restores().items():

@@ -306,6 +306,9 @@ def _pass_gate(
             return None
         names = ", ".join(missing)
         return make.hold(before, f"versions without held-out results: {names}", {})
+    awaited = any(theirs[name].awaited for name in release.gate)
+    if awaited and situation.now < before.at + release.gate_wait_s:
+        return None
     findings, figures = compare_sets(release, mine, theirs), {}
     for one in findings:
         figures[f"candidate_{one.name}"] = one.candidate

@@ -33,8 +33,9 @@ Array = NDArray[np.float64]
 @dataclass(frozen=True)
 class SetScore:
     """The accuracy of a version on a held-out set, and the share ``correct`` of its answers to each
-    problem, -1 where all of them failed; empty where it is not known. ``again`` is that of a second
+    problem, -1 where all of them failed; empty where it is not known. ``again`` is that of a later
     measurement, by which it is compared once it serves: what let it pass was partly luck.
+    ``awaited`` says that this measurement is still to come.
 
     Example::
 
@@ -44,6 +45,7 @@ class SetScore:
     accuracy: float
     correct: tuple[float, ...] = ()
     again: tuple[float, ...] = ()
+    awaited: bool = False
 
 
 Scores = Mapping[int, Mapping[str, SetScore]]

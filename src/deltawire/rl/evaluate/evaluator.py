@@ -17,6 +17,7 @@ from deltawire.estimates import OffPolicyEstimate
 from deltawire.events import MOST_RESULTS, Controlled, Evaluated, HeldoutScore
 from deltawire.rl.budget.decision import BudgetHistory
 from deltawire.rl.evaluate.budget_curve import area_of, measure_budgets
+from deltawire.rl.evaluate.serving_scores import ServingScores
 from deltawire.rl.evaluate.setting_scores import measure_settings, published_bytes, shares_correct
 from deltawire.rl.rollout.episode import play_tasks
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
@@ -51,8 +52,7 @@ async def measure(
 
     ``progress`` is called after every engine step. Episodes that fail count neither as correct nor
     as wrong; raises `InputError` if all of them fail. The results of the first ``most_results``
-    problems are kept one by one, and with `live.release.measure_again` those of as many answers
-    more.
+    problems are kept one by one.
     """
     rollout, samples = config.rollout, config.evaluate.samples
     limits = EpisodeLimits.of(rollout)
@@ -76,7 +76,6 @@ async def measure(
 
     played = await solve(rollout.temperature, samples)
     sampled = [episode for episode in played if not episode.cause]
-    second = await solve(rollout.temperature, samples) if again_of(config) else []
     greedy = [episode for episode in await solve(0.0, 1) if not episode.cause]
     return HeldoutScore(
         accuracy=fmean(episode.solved for episode in sampled),
@@ -85,13 +84,7 @@ async def measure(
         samples=samples,
         problems=len(problems),
         correct=shares_correct(played, samples)[:most_results],
-        again=shares_correct(second, samples)[:most_results],
     )
-
-
-def again_of(config: RunConfig) -> bool:
-    """Returns whether versions are measured a second time."""
-    return config.live.release.measure_again and bool(config.live.release.gate)
 
 
 async def measure_all(
@@ -101,7 +94,7 @@ async def measure_all(
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[HeldoutScore, dict[str, HeldoutScore]]:
     """Measures the run's own held-out problems, and each named set."""
-    most = MOST_RESULTS // ((1 + len(sets)) * (1 + again_of(config)))
+    most = MOST_RESULTS // (1 + len(sets))
     whole = await measure(served, config, progress, most_results=most)
     return whole, {
         name: await measure(served, config, progress, tasks=tasks, most_results=most)
@@ -269,6 +262,8 @@ class _HeldoutFollower:
         self._follower = follow(steps, self._served)
         self._follower.start()
         stack.callback(self._follower.close)
+        self._serving = ServingScores(process, run, config, self._sets, beat=beat)
+        stack.callback(self._serving.close)
         self.is_last = False
         """True once the run's last version is measured."""
 
@@ -298,7 +293,6 @@ class _HeldoutFollower:
                 seconds=ended - began,
                 reward=whole.reward,
                 correct=whole.correct,
-                again=whole.again,
                 sets=named,
                 budgets=curve,
                 area=area_of(curve),
@@ -311,6 +305,9 @@ class _HeldoutFollower:
             process.events.flush()
             process.heartbeat.count_finished()
             self._done.add(version)
+            self._serving.measure(with_candidate=True)
+        else:
+            self._serving.measure()
         self.is_last = last
 
     def swap(self) -> bool:

@@ -28,7 +28,8 @@ def finding(mine, theirs):
 @pytest.mark.parametrize("samples", [1, 4])
 def test_equal_versions_are_hardly_ever_rolled_back(samples):
     assert gated_runs(samples, 0.0, seed=1, runs=25).rolled_back <= 0.02
-    assert gated_runs(samples, 0.0, seed=1, runs=25, by_problem=False).rolled_back > 0.2
+    facts = {"seed": 1, "runs": 25, "by_problem": False, "serving": "kept"}
+    assert gated_runs(samples, 0.0, **facts).rolled_back > 0.2
 
 
 def test_a_drop_of_chance_is_undecided_and_a_shown_one_fails():
@@ -113,7 +114,25 @@ def test_a_version_that_serves_is_compared_by_its_second_measurement():
     assert finding(lucky, score(theirs)).candidate == 0.9, "a candidate has its first one"
 
 
-def test_fewer_equal_versions_are_held_with_a_second_measurement():
-    once, twice = (gated_runs(1, 0.0, seed=1, runs=40, again=again) for again in (False, True))
+def test_the_gate_waits_for_results_of_the_serving_version_that_are_to_come():
+    mine = {"accuracy": score([1.0, 0.0] * 50)}
+    awaited = {"accuracy": SetScore(0.5, tuple([1.0, 0.0] * 50), awaited=True)}
+    log = DecisionLog(open_bucket("memory://", create=True), "1" * 32)
+    found = []
+    for now in (1.0, 2.0, 3.0, 2.0 + RELEASE.gate_wait_s):
+        situation = Situation(newest=OLD, scores={3: awaited, 5: mine}, candidate=NEW, now=now)
+        decision = decide_next(log, RELEASE, situation, by="g0")
+        found.append(decision.verdict if decision else None)
+        if decision is not None:
+            assert log.append(decision)
+    assert found == ["serve", "gate", None, "canary"]
+
+
+def test_fewer_equal_versions_are_held_the_more_often_the_serving_one_is_measured():
+    once, twice, each = (
+        gated_runs(1, 0.0, seed=1, runs=40, serving=serving)
+        for serving in ("kept", "again", "each")
+    )
     assert twice.held < once.held - 0.1
-    assert twice.rolled_back <= 0.02
+    assert each.held < twice.held - 0.1
+    assert each.rolled_back <= twice.rolled_back <= 0.02
