@@ -1,12 +1,15 @@
 """Edits of users become pairs of a learner's groups, under the caps."""
 
 import asyncio
+import hashlib
+import hmac
+import json
 
 import msgspec
 import numpy as np
 import pytest
 from live_answers import LIVE, NOW, answer, put_rows, report
-from live_gateway import PROMPT, live_serving, published
+from live_gateway import HOOK, PROMPT, live_serving, published
 
 from deltawire.chat.text import Text
 from deltawire.config import parse_config
@@ -213,18 +216,27 @@ def test_an_edit_that_cannot_be_read_is_waited_for(bucket, maker_of):
     assert stored(bucket).trajectories[0].better is not None
 
 
-def test_an_edit_over_http_becomes_a_pair(tmp_path, monkeypatch, byte_tokenizer):
+def test_edits_of_users_and_of_a_judge_at_the_webhook_become_pairs(
+    tmp_path, monkeypatch, byte_tokenizer
+):
     bucket = published(1)
 
     async def whole():
         async with live_serving(bucket, tmp_path / "state", monkeypatch) as at:
-            for user in ("ann", "bob", "cid", "dan"):
+            for user in ("ann", "bob", "cid"):
                 receipt = await at.receipt(user=user)
                 headers = {"x-deltawire-user": user}
                 answered = await at.report(
                     receipt, kind="edit", value=1, text=f"dear {user}", headers=headers
                 )
                 assert answered[0] == 200
+            row = {"receipt": await at.receipt(user="dan"), "kind": "edit", "text": "dear dan"}
+            body = json.dumps([row | {"id": "judged-1"}]).encode()
+            headers = {"x-deltawire-signature": hmac.new(HOOK, body, hashlib.sha256).hexdigest()}
+            answered = await at.call(
+                "POST", "/v1/feedback/webhook", token="", data=body, headers=headers
+            )
+            assert json.loads(answered[1])["results"][0]["status"] == 200
             await at.uploaded()
 
     asyncio.run(whole())
