@@ -102,7 +102,7 @@ class ServingScores:
     def close(self) -> None:
         """Closes the second model."""
         if self._served is not None:
-            asyncio.run(self._served.close())
+            asyncio.run(_close(self._served))
             self._served = None
 
     def _at(self, version: int) -> ServedPolicy:
@@ -144,3 +144,7 @@ class ServingScores:
             )
             found[name] = shares_correct(episodes, samples)
         return found
+
+
+async def _close(served: ServedPolicy) -> None:
+    await served.close()
