@@ -39,6 +39,15 @@ LanePair digest(const Vector<Bits>& bits, std::uint64_t key, std::uint64_t start
   return {sum.lane0, sum.lane1};
 }
 
+std::optional<LanePair> digest_rounded(const Vector<float>& values, std::uint64_t key,
+                                       std::uint64_t start) {
+  const nb::gil_scoped_release unlocked;
+  const deltawire::RoundedLanes found =
+      deltawire::digest_rounded(values.data(), values.size(), key, start);
+  if (!found.numbers) return std::nullopt;
+  return LanePair{found.sum.lane0, found.sum.lane1};
+}
+
 template <typename Bits>
 LanePair digest_at(const Vector<std::int64_t>& positions, const Vector<Bits>& bits,
                    std::uint64_t key) {
@@ -319,6 +328,7 @@ NB_MODULE(_native, module) {
   module.attr("BLOCK") = deltawire::kBlock;
   module.attr("WHOLE_BLOCK") = deltawire::kWholeBlock;
   module.def("simd", &simd);
+  module.def("digest_rounded", &digest_rounded, "values"_a.noconvert(), "key"_a, "start"_a);
   module.def("encode_batch", &encode_batch_of, "parts"_a, "mantissa"_a, "exponent"_a, "width"_a);
   module.def("dequantize4", &dequantize4, "codes"_a.noconvert(), "values"_a.noconvert(),
              "scales"_a.noconvert(), "out"_a.noconvert(), "threads"_a);

@@ -16,6 +16,15 @@ struct Lanes {
 template <typename Bits>
 Lanes digest(const Bits* bits, std::size_t count, std::uint64_t key, std::uint64_t start);
 
+struct RoundedLanes {
+  Lanes sum;
+  bool numbers = true;  // false if an element is no number, whose rounding is not one of IEEE 754
+};
+
+// As digest, for the bf16 bits of `values` rounded to nearest, ties to even.
+RoundedLanes digest_rounded(const float* values, std::size_t count, std::uint64_t key,
+                            std::uint64_t start);
+
 // Returns the sum over `count` elements at the given flat indices.
 template <typename Bits>
 Lanes digest_at(const std::int64_t* positions, const Bits* bits, std::size_t count,

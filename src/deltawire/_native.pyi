@@ -8,6 +8,10 @@ from numpy.typing import NDArray
 def digest(bits: NDArray[np.unsignedinteger[Any]], key: int, start: int) -> tuple[int, int]:
     """Both lanes of the digest of ``bits``, uint[N] contiguous, the first at flat index start."""
 
+def digest_rounded(values: NDArray[np.float32], key: int, start: int) -> tuple[int, int] | None:
+    """As `digest` for ``values``, float32[N] contiguous, rounded to bf16; None if one of them is no
+    number."""
+
 def digest_at(
     positions: NDArray[np.int64], bits: NDArray[np.unsignedinteger[Any]], key: int
 ) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from deltawire import codec
 from deltawire.attest import digests
+from deltawire.errors import InputError
 from deltawire.export.source import open_source
 from deltawire.store import open_bucket
 from deltawire.sync import ShardPublisher, create_run
@@ -78,6 +79,13 @@ def main(folder: str) -> None:
             torch_free = {name: codec.bits_of(tensor) for name, tensor in whole.items()}
             bucket.put(f"wanted/{version}", codec.digest_model(torch_free).hex().encode())
     publisher.close()
+    state = dict(model.state_dict())
+    if rank:
+        state["bad"] = torch.zeros(2, dtype=torch.complex64)
+    try:
+        digests(state)
+    except InputError as error:
+        bucket.put(f"failed/{rank}", str(error).encode())
     dist.destroy_process_group()
 
 

@@ -23,6 +23,8 @@ from deltawire.errors import InputError
 from deltawire.wire.run import TensorSpec
 
 _WORD = 1 << 64
+MAX_FAILURE = 500
+"""Characters of an error that other ranks are told."""
 
 
 class HeldPart(NamedTuple):
@@ -71,17 +73,25 @@ def total_of(
 
 
 def combined(
-    held: Sequence[HeldPart], ranks: Ranks | None, *, aliases: Mapping[str, str] | None = None
+    held: Sequence[HeldPart] | Exception,
+    ranks: Ranks | None,
+    *,
+    aliases: Mapping[str, str] | None = None,
 ) -> Digests:
     """Returns the digests of the model that ``ranks`` hold together, on each of them.
+
+    ``held`` is an error on a rank that could not digest its part. That rank raises it, and the
+    others, which would wait for its digests, `InputError` with its text.
 
     Copies on several ranks are compared: the sum over all copies must be as many times the sum of
     those that count. Raises `InputError` if the ranks describe a tensor differently, or hold some
     elements not at all or twice.
     """
     if ranks is None or ranks.count == 1:
+        if isinstance(held, Exception):
+            raise held
         return total_of((described(part.spec, part.digest) for part in held), aliases=aliases)
-    table, holders = _union([part.spec for part in held], ranks)
+    held, table, holders = _union(held, ranks)
     places = {spec.name: number for number, spec in enumerate(table)}
     words = np.zeros((len(table), 6), np.uint64)
     for part in held:
@@ -114,14 +124,28 @@ def described(spec: TensorSpec, digest: Digest) -> TensorDigest:
     return TensorDigest(spec.name, tuple(spec.shape), spec.dtype, digest.hex())
 
 
-def _union(own: list[TensorSpec], ranks: Ranks) -> tuple[list[TensorSpec], dict[str, int]]:
-    """Returns the tensors of all ranks in name order, and the first rank that has each; no ranks
-    are named if all have the same tensors."""
-    own = sorted(own, key=lambda spec: spec.name)
+def _union(
+    held: Sequence[HeldPart] | Exception, ranks: Ranks
+) -> tuple[Sequence[HeldPart], list[TensorSpec], dict[str, int]]:
+    """Returns the parts that this rank holds, the tensors of all ranks in name order, and the first
+    rank that has each; no ranks are named if all have the same tensors. Raises on all ranks if one
+    of them has an error."""
+    failure = ""
+    own: list[TensorSpec] = []
+    if isinstance(held, Exception):
+        failure = f"{type(held).__name__}: {str(held)[:MAX_FAILURE]}"
+    else:
+        own = sorted((part.spec for part in held), key=lambda spec: spec.name)
     data = msgspec.msgpack.encode(own)
-    hashed = ranks.gather(blake3(data).digest())
-    if len(set(hashed)) == 1:
-        return own, {}
+    stated = ranks.gather(msgspec.msgpack.encode((failure, blake3(data).digest())))
+    states = [msgspec.msgpack.decode(one, type=tuple[str, bytes]) for one in stated]
+    if isinstance(held, Exception):
+        raise held
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(states) if text]
+    if failed:
+        raise InputError(f"another rank cannot digest what it holds; {failed[0]}")
+    if len(set(states)) == 1:
+        return held, own, {}
     found: dict[str, TensorSpec] = {}
     holders: dict[str, int] = {}
     for rank, table in enumerate(ranks.gather(data)):
@@ -132,7 +156,7 @@ def _union(own: list[TensorSpec], ranks: Ranks) -> tuple[list[TensorSpec], dict[
                     f"{spec.name}"
                 )
             holders.setdefault(spec.name, rank)
-    return [found[name] for name in sorted(found)], holders
+    return held, [found[name] for name in sorted(found)], holders
 
 
 def _times(digest: Digest, copies: int) -> Digest:

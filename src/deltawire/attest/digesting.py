@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deltawire import codec
-from deltawire.attest.combining import combined, described, total_of
+from deltawire.attest.combining import HeldPart, combined, described, total_of
 from deltawire.attest.statement import Digests, TensorDigest
+from deltawire.codec import Digest
 from deltawire.errors import InputError
 from deltawire.sync.publish.given_tensors import check_mapping
 from deltawire.sync.publish.lazy_tensor import LazyTensor
@@ -28,6 +29,7 @@ def digests(
     dtype: str | None = None,
     merged: bool = False,
     group: Any = None,
+    bridge: Any = None,
 ) -> Digests:
     """Returns the digest of each tensor of ``model``, under the names of its checkpoints.
 
@@ -39,13 +41,18 @@ def digests(
 
     Parts of distributed tensors (FSDP version 2, tensor parallelism) are digested where they lie.
     All ranks of ``group`` (default: all) must then call this together, and each gets the digests of
-    the whole model. Raises `InputError` for a model that no plain checkpoint can hold, and if the
-    ranks together do not hold each element.
+    the whole model. Raises `InputError` for a model that no plain checkpoint can hold, if the ranks
+    together do not hold each element, and if another rank fails: all ranks end with an error.
+
+    ``bridge`` is that of a Megatron model, such as ``AutoBridge`` of Megatron Bridge. Its export
+    names the tensors as a checkpoint does, and gathers one after the other on every rank.
 
     Example::
 
         deltawire.attest.digests(model, dtype="bfloat16").write("checkpoints/7")
     """
+    if bridge is not None:
+        return _exported(model, dtype, group, bridge)
     if isinstance(model, str | os.PathLike):
         if dtype or merged:
             raise InputError("a folder's tensors are digested as they are stored")
@@ -57,7 +64,33 @@ def digests(
     # Only now: the caller has tensors of torch.
     from deltawire.attest.torch_tensors import held_parts, torch_ranks
 
-    held, aliases = held_parts(model, dtype=dtype, merged=merged)
+    ranks = torch_ranks(group)
+    held: Sequence[HeldPart] | Exception
+    aliases: dict[str, str] = {}
+    try:
+        held, aliases = held_parts(model, dtype=dtype, merged=merged)
+    except Exception as error:
+        held = error  # The other ranks wait for what this one holds: they are told.
+    return combined(held, ranks, aliases=aliases)
+
+
+def _exported(model: Any, dtype: str | None, group: Any, bridge: Any) -> Digests:
+    """Digests on each rank what the ranks export together, and compares what they found."""
+    from deltawire.attest.torch_tensors import stream_digests, torch_ranks
+
+    export = getattr(bridge, "export_hf_weights", None)
+    if export is None:
+        raise InputError(f"{type(bridge).__name__} has no export_hf_weights")
+    stream = iter(export(model if isinstance(model, list) else [model], show_progress=False))
+    held: Sequence[HeldPart] | Exception
+    aliases: dict[str, str] = {}
+    try:
+        found, aliases = stream_digests(((one[0], one[1]) for one in stream), dtype)
+        held = [HeldPart(one.spec, Digest.from_hex(one.digest), one.spec.count) for one in found]
+    except Exception as error:
+        held = error
+        for _ in stream:  # The other ranks wait for this one in the rest of it.
+            pass
     return combined(held, torch_ranks(group), aliases=aliases)
 
 

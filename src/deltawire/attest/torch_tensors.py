@@ -173,7 +173,9 @@ def _of_module(
         plain = base_name(base, name) if wrapped else name
         if plain is not None and plain not in aliases:
             state[plain] = tensor.detach()
-    if "transformers" in sys.modules:  # Else it is none of its models, and importing takes seconds.
+    # Without transformers it is none of its models, and importing takes seconds. A model that was
+    # loaded without conversions has an empty list of them.
+    if "transformers" in sys.modules and getattr(base, "_weight_conversions", None) != []:
         state = checkpoint_tensors(base, state)
     return state | adapter, aliases, kept
 
@@ -209,9 +211,8 @@ def _held(name: str, tensor: Tensor, rounded: torch.dtype | None) -> _DigestedTe
         raise InputError(f"{name} is on the meta device: it has no bits")
     spec = TensorSpec(name, tuple(tensor.shape), WIRE_DTYPES[dtype])
     if not isinstance(tensor, DTensor):
-        indexes = [np.arange(size) for size in tensor.shape]
         local = local_part(tensor)
-        tasks = _tasks(spec, indexes, local, dtype)
+        tasks = _tasks(spec, None, local, dtype)
         return _DigestedTensor(spec, tasks, spec.count, on_host=local.device.type == "cpu")
     if tensor.device_mesh.get_coordinate() is None:
         return _DigestedTensor(spec, (), 0, counts=False)
@@ -253,13 +254,15 @@ def _on_one_axis(placement: Any) -> Any:
 
 
 def _tasks(
-    spec: TensorSpec, indexes: list[Index], local: Tensor, dtype: torch.dtype
+    spec: TensorSpec, indexes: list[Index] | None, local: Tensor, dtype: torch.dtype
 ) -> Sequence[Task]:
-    """Returns what digests the part of a tensor at ``indexes``, for several threads at once if its
-    elements lie one after the other in the tensor and in the host's memory."""
+    """Returns what digests the part of a tensor at ``indexes``, all of it if they are None, for
+    several threads at once if its elements lie one after the other in the tensor and in the host's
+    memory."""
     local = local.detach()  # Other threads would record gradients.
-    start = first_of_range(spec.shape, indexes)
+    start = 0 if indexes is None else first_of_range(spec.shape, indexes)
     if start is None or local.device.type != "cpu" or not local.is_contiguous():
+        indexes = [np.arange(size) for size in spec.shape] if indexes is None else indexes
         return [partial(digest_tensor, spec, indexes, local, dtype)]
     flat = local.view(-1)
     return [
@@ -269,9 +272,14 @@ def _tasks(
 
 
 def _digest_range(name: str, flat: Tensor, start: int, dtype: torch.dtype) -> Digest:
-    """Digests elements from ``start`` on, rounded to ``dtype`` in a buffer."""
+    """Digests elements from ``start`` on, rounded to ``dtype``: float32 to bfloat16 in one pass if
+    all are numbers, else in a buffer."""
     if flat.dtype == dtype:
         return codec.digest_bits(name, _bits(flat, dtype), start)
+    if (flat.dtype, dtype) == (torch.float32, torch.bfloat16):
+        found = codec.digest_rounded(name, flat.numpy(), start)
+        if found is not None:
+            return found
     buffer = torch.empty(min(ROUNDED_ELEMENTS, flat.numel()), dtype=dtype)
     bits, total = _bits(buffer, dtype), codec.ZERO
     for at in range(0, flat.numel(), ROUNDED_ELEMENTS):

@@ -26,6 +26,7 @@ from deltawire.codec.digest import (
     digest_bits,
     digest_model,
     digest_patch,
+    digest_rounded,
     tensor_key,
 )
 from deltawire.codec.dtypes import ITEMSIZE, Bits, bits_of, dtype_of, unsigned_of
@@ -51,6 +52,7 @@ __all__ = [
     "digest_bits",
     "digest_model",
     "digest_patch",
+    "digest_rounded",
     "dtype_of",
     "encode",
     "encode_batch",

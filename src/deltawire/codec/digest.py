@@ -99,6 +99,20 @@ def digest_bits(name: str, bits: Bits, start: int = 0) -> Digest:
     return Digest(*_native.digest(bits, tensor_key(name), start))
 
 
+def digest_rounded(name: str, values: NDArray[np.float32], start: int = 0) -> Digest | None:
+    """Returns the digest's part for ``values``, float32[N], rounded to bf16 in one pass: elements
+    ``start`` to start + N of ``name``. Rounds to nearest, ties to even, as torch does.
+
+    None if one of them is no number: torch rounds those to different bits in different loops.
+    Raises InputError if they are no contiguous vector of float32, or ``start`` is negative.
+    """
+    if values.dtype != np.float32 or values.ndim != 1 or not values.flags.c_contiguous:
+        raise InputError(f"{name} is no contiguous vector of float32")
+    _require_start(start)
+    lanes = _native.digest_rounded(values, tensor_key(name), start)
+    return None if lanes is None else Digest(*lanes)
+
+
 def digest_at(name: str, positions: NDArray[np.int64], bits: Bits) -> Digest:
     """Returns the digest's part for ``bits``, uint[N], at ``positions``, int64[N], of ``name``.
 

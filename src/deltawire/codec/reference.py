@@ -43,6 +43,14 @@ def digest_bits_reference(name: str, bits: Bits, start: int = 0) -> Digest:
     return Digest(int(folded.sum(dtype=np.uint64)), int(second.sum(dtype=np.uint64)))
 
 
+def digest_rounded_reference(name: str, values: NDArray[np.float32], start: int = 0) -> Digest:
+    """Equal to ``digest.digest_rounded`` for numbers, float32[N]."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    odd = (bits >> np.uint64(16)) & np.uint64(1)
+    rounded = (bits + np.uint64(0x7FFF) + odd) >> np.uint64(16)
+    return digest_bits_reference(name, rounded.astype(np.uint16), start)
+
+
 CONTEXTS = 16
 CERTAIN = 1 << 15
 LOWEST = 1 << 15

@@ -9,7 +9,6 @@ process cannot use it.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from areal.engine.fsdp_engine import FSDPEngine
@@ -30,24 +29,19 @@ def verify(
     """Compares the weights of all servers with the trainer's after each update. The options are
     those of `WeightCheck`, which is returned."""
     check = WeightCheck(on_mismatch, every=every, dtype=dtype, token=token)
+    return wrapped_once(FSDPEngine, "update_weights", check, _updated)
 
-    def wrap(original: Any) -> Any:
-        @wraps(original)
-        def update_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-            due = check.due()
-            reference = check.reference(lambda: _digests(self, check)) if due else None
-            result = original(self, *args, **kwargs)
-            if due:  # On each rank, whatever failed on it: the others wait for it.
-                problem = ""
-                if reference is not None and not rank_here():
-                    problem = check.compare(reference, lambda: _engines_of(self, check))
-                act_together(check, problem)
-            return result
 
-        return update_weights
-
-    wrapped_once(FSDPEngine, "update_weights", check, wrap)
-    return check
+def _updated(original: Any, check: WeightCheck, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    due = check.due()
+    reference = check.reference(lambda: _digests(trainer, check)) if due else None
+    result = original(trainer, *args, **kwargs)
+    if due:  # On each rank, whatever failed on it: the others wait for it.
+        problem = ""
+        if reference is not None and not rank_here():
+            problem = check.compare(reference, lambda: _engines_of(trainer, check))
+        act_together(check, problem)
+    return result
 
 
 def _digests(trainer: Any, check: WeightCheck) -> Digests | str:

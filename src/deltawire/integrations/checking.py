@@ -12,12 +12,13 @@ mismatch may end a training.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, wraps
 from typing import Any, Literal, TypeVar
 
 from deltawire.attest import Digests
@@ -186,31 +187,31 @@ def _at_once(
             return
 
 
-def drained(stream: Iterable[Any], use: Callable[[Iterable[Any]], Found]) -> Found | str:
-    """Returns what ``use`` makes of a stream whose exporting is collective. After an error the rest
-    of the stream is read all the same, as the other ranks wait in it, and a sentence is returned
-    that says what failed."""
-    rest = iter(stream)
-    try:
-        return use(rest)
-    except Exception as error:
-        for _ in rest:
-            pass
-        return f"nothing was compared: {said(error)}"
-
-
 def _unreadable(report: WeightReport) -> str:
     odd = [one for one in report.tensors if one.verdict == "not readable"]
     first = f", such as {odd[0].name}: {odd[0].text}" if odd else ""
     return f"{len(odd)} of {len(report.tensors)} tensors are not readable{first}"
 
 
-def wrapped_once(owner: Any, name: str, check: WeightCheck, wrap: Callable[[Any], Any]) -> None:
-    """Replaces a function of a class or a module by ``wrap`` of it, once: a later ``verify`` takes
-    the place of an earlier one."""
+def wrapped_once(
+    owner: Any, name: str, check: WeightCheck, around: Callable[..., Any]
+) -> WeightCheck:
+    """Replaces a function of a class or a module by ``around(original, check, *arguments)``, which
+    is asynchronous if the function is. Once: a later ``verify`` takes the place of an earlier one.
+    Returns the check."""
     original = getattr(owner, name)
     original = getattr(original, "_deltawire_original", original)
-    replacement = wrap(original)
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, check, *args, **kwargs)
+
+    @wraps(original)
+    async def call_later(*args: Any, **kwargs: Any) -> Any:
+        return await around(original, check, *args, **kwargs)
+
+    replacement: Any = call_later if inspect.iscoroutinefunction(original) else call
     replacement._deltawire_original = original
     replacement._deltawire_check = check
     setattr(owner, name, replacement)
+    return check

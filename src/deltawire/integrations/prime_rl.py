@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,15 @@ def verify(on_mismatch: OnMismatch = "warn", *, every: int = 1) -> WeightCheck:
     """Compares the weights of all servers with the files of the step after each update. The options
     are those of `WeightCheck`, which is returned; the servers' key is that of prime-rl."""
     check = WeightCheck(on_mismatch, every=every, dtype=None)
+    return wrapped_once(InferencePool, "update_weights", check, _updated)
 
-    def wrap(original: Any) -> Any:
-        @wraps(original)
-        async def update_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = await original(self, *args, **kwargs)
-            if check.due():
-                folder = check.tried(partial(_folder_of, original, self, *args, **kwargs))
-                await asyncio.to_thread(_examine, self, folder, check)
-            return result
 
-        return update_weights
-
-    wrapped_once(InferencePool, "update_weights", check, wrap)
-    return check
+async def _updated(original: Any, check: WeightCheck, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    result = await original(owner, *args, **kwargs)
+    if check.due():
+        folder = check.tried(partial(_folder_of, original, owner, *args, **kwargs))
+        await asyncio.to_thread(_examine, owner, folder, check)
+    return result
 
 
 def _folder_of(original: Any, *args: Any, **kwargs: Any) -> Path:

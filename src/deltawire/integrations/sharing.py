@@ -1,11 +1,13 @@
-"""Shares a verdict between the ranks of a trainer, so that all of them go on or all stop."""
+"""Lets the ranks of a trainer export together, and share a verdict: all go on, or all stop."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from deltawire.attest import Digests, digests_of_stream
 from deltawire.attest.torch_tensors import torch_ranks
-from deltawire.integrations.checking import WeightCheck
+from deltawire.integrations.checking import WeightCheck, said
 
 MAX_TEXT = 2000
 
@@ -24,3 +26,21 @@ def act_together(check: WeightCheck, problem: str, group: Any = None) -> None:
         if ranks.number and check.on_mismatch == "warn":
             return
     check.act(problem)
+
+
+def digest_export(
+    stream: Iterable[tuple[str, Any]], dtype: str | None = None
+) -> Digests | str | None:
+    """Digests on rank 0 what all ranks export together. The others, and rank 0 after an error,
+    read the stream to its end, because the ranks wait for each other in it. Returns a sentence that
+    says what failed, and None on the other ranks."""
+    rest = iter(stream)
+    found: Digests | str | None = None
+    if not rank_here():
+        try:
+            return digests_of_stream(rest, dtype=dtype)
+        except Exception as error:
+            found = f"nothing was compared: {said(error)}"
+    for _ in rest:
+        pass
+    return found

@@ -10,35 +10,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
 
-from deltawire.attest import Digests, digests, digests_of_stream
+from deltawire.attest import Digests, digests
 from deltawire.integrations.asking import on_actors, over_http
-from deltawire.integrations.checking import Ask, OnMismatch, WeightCheck, drained, wrapped_once
+from deltawire.integrations.checking import Ask, OnMismatch, WeightCheck, wrapped_once
+from deltawire.integrations.sharing import digest_export
 
 
 def verify(on_mismatch: OnMismatch = "warn", *, every: int = 1, token: str = "") -> WeightCheck:
     """Compares the weights of all servers with the trainer's after each update. The dtype is that
     of SkyRL's configuration; the other options are those of `WeightCheck`, which is returned."""
     check = WeightCheck(on_mismatch, every=every, token=token)
+    return wrapped_once(WorkerDispatch, "save_weights_for_sampler", check, _saved)
 
-    def wrap(original: Any) -> Any:
-        @wraps(original)
-        async def save_weights_for_sampler(self: Any, *args: Any, **kwargs: Any) -> Any:
-            reference = None
-            if check.due():
-                reference = await asyncio.to_thread(check.reference, partial(_exported, self))
-            result = await original(self, *args, **kwargs)
-            await asyncio.to_thread(check.examine, reference, partial(_engines_of, self, check))
-            return result
 
-        return save_weights_for_sampler
-
-    wrapped_once(WorkerDispatch, "save_weights_for_sampler", check, wrap)
-    return check
+async def _saved(
+    original: Any, check: WeightCheck, dispatch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    reference = None
+    if check.due():
+        reference = await asyncio.to_thread(check.reference, partial(_exported, dispatch))
+    result = await original(dispatch, *args, **kwargs)
+    await asyncio.to_thread(check.examine, reference, partial(_engines_of, dispatch, check))
+    return result
 
 
 def _exported(dispatch: Any) -> Digests | str:
@@ -53,7 +51,7 @@ def _engines_of(dispatch: Any, check: WeightCheck) -> dict[str, Ask]:
     return {url: over_http(url, check.token) for url in urls}
 
 
-def digest_policy(worker: Any, dtype: str) -> Digests | str:
+def digest_policy(worker: Any, dtype: str) -> Digests | str | None:
     """Runs in each rank of the policy: digests its shards, or with Megatron what its bridge
     exports."""
     if getattr(worker, "_is_lora", False):
@@ -64,12 +62,7 @@ def digest_policy(worker: Any, dtype: str) -> Digests | str:
         return digests(model, dtype=dtype)
     import torch
 
-    chunks = extractor.extract_weights(getattr(torch, dtype))
-    if torch.distributed.is_initialized() and torch.distributed.get_rank():
-        for _ in chunks:  # Exporting is collective.
-            pass
-        return ""
-    return drained(chunks, lambda whole: digests_of_stream(_pairs(whole)))
+    return digest_export(_pairs(extractor.extract_weights(getattr(torch, dtype))))
 
 
 def _pairs(chunks: Iterable[Any]) -> Iterator[tuple[str, Any]]:

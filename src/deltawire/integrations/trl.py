@@ -8,7 +8,7 @@ engine in the trainer's process (colocate) needs ``DELTAWIRE_ATTEST=1`` there.
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,19 +35,14 @@ def verify(
     """Compares vLLM's weights with the trainer's after each of TRL's transfers. ``token`` is the
     server's ``--api-key``; the other options are those of `WeightCheck`, which is returned."""
     check = WeightCheck(on_mismatch, every=every, dtype=dtype, token=token)
+    return wrapped_once(VLLMGeneration, "sync_weights", check, _synced)
 
-    def wrap(original: Any) -> Any:
-        @wraps(original)
-        def sync_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            if check.due():
-                _examine(self, check)
-            return result
 
-        return sync_weights
-
-    wrapped_once(VLLMGeneration, "sync_weights", check, wrap)
-    return check
+def _synced(original: Any, check: WeightCheck, generation: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(generation, *args, **kwargs)
+    if check.due():
+        _examine(generation, check)
+    return result
 
 
 def _examine(generation: Any, check: WeightCheck) -> None:

@@ -16,15 +16,15 @@ the default one of trainers that share accelerators with the sampler. ``DELTAWIR
 from __future__ import annotations
 
 import os
-from functools import wraps
 from typing import Any
 
 from verl.checkpoint_engine.base import CheckpointEngineManager
 
-from deltawire.attest import Digests, digests_of_stream
+from deltawire.attest import Digests
 from deltawire.errors import InputError
 from deltawire.integrations.asking import on_actors, over_http
-from deltawire.integrations.checking import OnMismatch, WeightCheck, drained, wrapped_once
+from deltawire.integrations.checking import OnMismatch, WeightCheck, wrapped_once
+from deltawire.integrations.sharing import digest_export
 
 
 def verify(
@@ -37,19 +37,10 @@ def verify(
     """Compares the weights of all replicas with the trainer's after each update. The options are
     those of `WeightCheck`, which is returned."""
     check = WeightCheck(on_mismatch, every=every, dtype=dtype, token=token)
-
-    def wrap(original: Any) -> Any:
-        @wraps(original)
-        def update_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _update(original, self, check, *args, **kwargs)
-
-        return update_weights
-
-    wrapped_once(CheckpointEngineManager, "update_weights", check, wrap)
-    return check
+    return wrapped_once(CheckpointEngineManager, "update_weights", check, _updated)
 
 
-def _update(original: Any, manager: Any, check: WeightCheck, *args: Any, **kwargs: Any) -> Any:
+def _updated(original: Any, check: WeightCheck, manager: Any, *args: Any, **kwargs: Any) -> Any:
     """Updates, then compares; returns what verl's function does, which may be awaitable."""
     reference = None
     if check.due():
@@ -76,22 +67,16 @@ def _update(original: Any, manager: Any, check: WeightCheck, *args: Any, **kwarg
 
 def exported(workers: Any, dtype: str | None) -> Digests | str:
     """Returns the digests of what the trainer's ranks export, or why there are none."""
-    found: list[Digests | str | None] = on_actors(workers, digest_export, dtype)
+    found: list[Digests | str | None] = on_actors(workers, digest_trainer, dtype)
     return next(one for one in found if one is not None)
 
 
-def digest_export(holder: Any, dtype: str | None) -> Digests | str | None:
+def digest_trainer(holder: Any, dtype: str | None) -> Digests | str | None:
     """Runs in each trainer rank: exports the weights as verl does for an update."""
     stream, adapter = trainer_of(holder).get_per_tensor_param()
     if adapter is not None:
         return "adapters that verl does not merge are not compared"
-    import torch
-
-    if torch.distributed.is_initialized() and torch.distributed.get_rank():
-        for _ in stream:  # Exporting is collective.
-            pass
-        return None
-    return drained(stream, lambda whole: digests_of_stream(whole, dtype=dtype))
+    return digest_export(stream, dtype)
 
 
 def trainer_of(holder: Any) -> Any:

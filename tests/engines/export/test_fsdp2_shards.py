@@ -50,6 +50,10 @@ def test_two_ranks_publish_one_model(tmp_path):
         assert mirror.compute_held().hex() == mirror.digest.hex() == wanted
         assert bucket.get(f"attested/{version}", limit=100).decode() == wanted
     assert len({read_manifest(bucket, run, v).digest for v in range(STEPS + 1)}) == STEPS + 1
+    failed = [bucket.get(f"failed/{rank}", limit=500).decode() for rank in range(2)]
+    assert failed[1].startswith("dtype complex64 has no wire dtype")
+    other = "another rank cannot digest what it holds; rank 1: InputError: dtype complex64"
+    assert failed[0].startswith(other)
     # Both ranks wrote: the first weight has pieces of both halves of its rows.
     first = read_manifest(bucket, run, 0)
     assert len(read_payload(bucket, run, first, first.anchor).blobs) == 2

@@ -99,6 +99,41 @@ def test_a_move_to_another_device_is_not_taken_for_other_bits():
     assert parameter_sums.since_loading(model) == ([], False)
 
 
+def test_what_was_updated_is_not_read_a_second_time(monkeypatch):
+    """Asking what changed since loading sums only parameters in whose sample nothing changed."""
+    model = torch.nn.ModuleDict(
+        {
+            "moved": torch.nn.Linear(500, 40),
+            "kept": torch.nn.Linear(40, 5),
+            "one": torch.nn.Linear(300, 300, bias=False),
+        }
+    )
+    model.__dict__["_deltawire_loaded"] = parameter_sums.parameter_sums(model)
+    summed = []
+    original = parameter_sums._sum_of
+    monkeypatch.setattr(
+        parameter_sums, "_sum_of", lambda held: summed.append(held.numel()) or original(held)
+    )
+    assert parameter_sums.since_loading(model) == (
+        ["moved.weight", "moved.bias", "kept.weight", "kept.bias", "one.weight"],
+        False,
+    )
+    summed.clear()
+    with torch.no_grad():
+        model["moved"].weight += 1
+        model["moved"].bias += 1
+        model["one"].weight[100, 7] += 1  # It is none of the sample.
+    assert parameter_sums.since_loading(model) == (["kept.weight", "kept.bias"], True)
+    assert summed == [40 * 5, 5, 300 * 300]
+    kept = model["kept"].weight.detach()
+    wide = torch.zeros(5, 60)
+    wide[:, :40] = kept  # The same bits elsewhere, and not contiguous.
+    model["kept"].weight = torch.nn.Parameter(wide[:, :40])
+    assert parameter_sums.since_loading(model) == (["kept.weight", "kept.bias"], True)
+    model["kept"].weight = torch.nn.Parameter(kept.T.contiguous())
+    assert parameter_sums.since_loading(model) == (["kept.bias"], True)
+
+
 def test_the_sum_depends_on_order_within_and_across_chunks(monkeypatch):
     bits = torch.randint(0, 1 << 15, (1000,), dtype=torch.int16)
     whole = parameter_sums._sum_of(bits)

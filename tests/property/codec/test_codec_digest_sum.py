@@ -1,11 +1,17 @@
 """The digest is a sum, and its native kernel is the NumPy one."""
 
+import os
+from unittest import mock
+
 import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltawire import codec
-from deltawire.codec.reference import digest_bits_reference
+from deltawire.codec.reference import digest_bits_reference, digest_rounded_reference
+from deltawire.errors import InputError
 
 names = st.text(max_size=30)
 starts = st.one_of(st.integers(0, 100), st.integers(0, 2**40))
@@ -52,3 +58,46 @@ def test_patch_moves_the_digest(name, bits, start, data):
     assert before + change == after
     back = codec.digest_patch(name, codec.undo(patch, bits), new, start)
     assert change + back == codec.ZERO
+
+
+@st.composite
+def floats(draw):
+    """float32[N] of any bits that are numbers, at any alignment: also subnormal ones, infinities,
+    and those halfway between two neighbors of bf16."""
+    count = draw(st.one_of(st.integers(0, 40), st.integers(0, 2000)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    bits = rng.integers(0, 2**32, count + 9, np.uint32)
+    halfway = rng.random(bits.size) < 0.2
+    bits[halfway] = bits[halfway] & 0xFFFF0000 | 0x8000
+    bits[rng.random(bits.size) < 0.1] &= 0x807FFFFF
+    bits[rng.random(bits.size) < 0.05] = 0x7F800000
+    bits[rng.random(bits.size) < 0.05] = 0x7F7FFFFF  # Rounds to infinity.
+    bits[(bits & 0x7FFFFFFF) > 0x7F800000] = 0
+    offset = draw(st.integers(0, 9))
+    return bits.view(np.float32)[offset : offset + count]
+
+
+@pytest.mark.parametrize("simd", ["portable", "avx2", "avx512"])
+@settings(deadline=None)
+@given(name=names, values=floats(), start=starts)
+def test_rounding_and_digesting_in_one_pass_equals_torch_and_the_reference(
+    simd, name, values, start
+):
+    rounded = torch.from_numpy(values.copy()).bfloat16().view(torch.uint16).numpy()
+    with mock.patch.dict(os.environ, DELTAWIRE_SIMD=simd):
+        found = codec.digest_rounded(name, values, start)
+    assert found == codec.digest_bits(name, rounded, start)
+    assert found == digest_rounded_reference(name, values, start)
+
+
+@pytest.mark.parametrize("simd", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("odd", [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF])
+def test_what_is_no_number_is_not_rounded_here(monkeypatch, simd, odd):
+    monkeypatch.setenv("DELTAWIRE_SIMD", simd)
+    for place in (0, 7, 31, 33, 36):
+        bits = np.ones(37, np.uint32)
+        bits[place] = odd
+        assert codec.digest_rounded("w", bits.view(np.float32)) is None
+    for wrong in (np.zeros(3), np.zeros((3, 3), np.float32), np.zeros(6, np.float32)[::2]):
+        with pytest.raises(InputError, match="float32"):
+            codec.digest_rounded("w", wrong)

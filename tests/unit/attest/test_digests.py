@@ -223,6 +223,79 @@ def test_large_tensors_are_digested_in_parts_by_several_threads(monkeypatch, thr
         assert found.by_name[name].digest == digest_bits_reference(name, bits).hex()
 
 
+def test_masters_that_are_no_numbers_are_digested_as_torch_rounds_them(monkeypatch):
+    monkeypatch.setattr(torch_tensors, "ROUNDED_ELEMENTS", 64)
+    held = torch.randn(200)
+    held[[3, 70, 199]] = float("nan")
+    bits = codec.bits_of(held.bfloat16(), "BF16")
+    found = attest.digests({"w": held}, dtype="bfloat16")
+    assert found.by_name["w"].digest == digest_bits_reference("w", bits).hex()
+
+
+def test_an_error_of_one_rank_ends_all_of_them():
+    """The others would wait for its digests."""
+
+    def work(ranks):
+        held = [part(0, 4, counts=None)] if ranks.number != 1 else OSError("no memory")
+        try:
+            return combined(held, ranks)
+        except (InputError, OSError) as error:
+            return error
+
+    found = on_ranks(work, 3)
+    assert [type(one) for one in found] == [InputError, OSError, InputError]
+    assert {str(one) for one in found[::2]} == {
+        "another rank cannot digest what it holds; rank 1: OSError: no memory"
+    }
+
+
+class Bridge:
+    """Megatron Bridge 0.3.1, by the interface of ``AutoBridge``: all ranks export together, and
+    each gets whole tensors."""
+
+    def __init__(self, tensors):
+        self.tensors, self.read = tensors, []
+
+    def export_hf_weights(self, model, cpu=False, show_progress=True):
+        assert model == ["stage"]
+        assert not show_progress
+        for name, tensor in self.tensors.items():
+            self.read.append(name)
+            yield name, tensor
+
+
+def test_a_megatron_model_is_digested_under_the_names_of_its_bridge(monkeypatch):
+    torch.manual_seed(0)
+    weights = {"model.embed": torch.randn(6, 4), "model.norm": torch.ones(4)}
+    weights["lm_head"] = weights["model.embed"]
+    found = attest.digests("stage", bridge=Bridge(weights), dtype="bfloat16")
+    assert found == attest.digests(weights, dtype="bfloat16")
+    assert found.aliases == {"lm_head": "model.embed"}
+
+    def work(ranks):
+        monkeypatch.setattr(torch_tensors, "torch_ranks", lambda _: ranks_of.found)
+        ranks_of.found = ranks
+        own = dict(weights)
+        if ranks.number:
+            own["model.norm"] = own["model.norm"] * 2
+        return attest.digests(["stage"], bridge=Bridge(own), dtype="bfloat16")
+
+    ranks_of = threading.local()
+    for one in on_ranks(work, 2):
+        assert one.digest == found.digest
+        assert one.copies_disagree == ["model.norm"]
+
+
+def test_an_error_in_the_export_of_a_bridge_is_read_past_and_raised():
+    bad = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.complex64), "c": torch.ones(2)}
+    bridge = Bridge(bad)
+    with pytest.raises(InputError, match="b has the dtype"):
+        attest.digests(["stage"], bridge=bridge)
+    assert bridge.read == ["a", "b", "c"]
+    with pytest.raises(InputError, match="object has no export_hf_weights"):
+        attest.digests(["stage"], bridge=object())
+
+
 def test_a_stream_names_what_it_cannot_digest():
     with pytest.raises(InputError, match="meta device"):
         attest.digests_of_stream([("w", torch.zeros(3, device="meta"))])

@@ -8,12 +8,13 @@ import pytest
 import torch
 from loops import Policy, SmallEngine
 
-from deltawire.attest import digests, digests_of_stream
+from deltawire.attest import digests
 from deltawire.engines.live_parts import METHOD
 from deltawire.errors import InputError, RetryError, StoppedError
 from deltawire.integrations import checking
 from deltawire.integrations.asking import in_process
-from deltawire.integrations.checking import WeightCheck, drained
+from deltawire.integrations.checking import WeightCheck
+from deltawire.integrations.sharing import digest_export
 
 
 class Loop:
@@ -201,6 +202,6 @@ def test_the_rest_of_a_collective_stream_is_read_after_an_error():
             read.append(number)
             yield f"t{number}", None if number == 1 else torch.ones(2)
 
-    found = drained(stream(), digests_of_stream)
+    found = digest_export(stream())
     assert read == list(range(5))
     assert found.startswith("nothing was compared: AttributeError")

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from deltawire.codec import Digest
 from deltawire.engines.following.parameter_sums import changes_after_loading, since_loading
 from deltawire.engines.live_parts import AttestRequest, LivePart, RankParts
 from deltawire.errors import DeltawireError, InputError
@@ -27,6 +28,10 @@ NOT_OBSERVED = "what vLLM changed after loading was not observed"
 UNKNOWN_NAME = ("the loader fails: KeyError", "no module or parameter named")
 """Loaders of the engine fail with these texts if they do not know a name."""
 NOT_EXACT = "it is scaled or narrowed for the engine, so its bits cannot be read back"
+
+
+Read = dict[str, list[tuple[Region, Digest | None]]]
+"""By live tensor of which regions cover all elements: the digests of the regions of its memory."""
 
 
 class AttestWorker:
@@ -87,13 +92,18 @@ def answer_of(
         asked = msgspec.json.decode(request, type=AttestRequest)
         if any(held.is_meta for held in model.parameters()):
             return RankParts(rank=rank, updating=True)
-        answer = _read(model, asked, rank, context)
+        answer, read = _read(model, asked, rank, context)
+        draft_read: Read = {}
         if draft is not None and draft is not model:
-            answer = _with_draft(answer, draft, asked, context if one_checkpoint else None)
+            answer, draft_read = _with_draft(
+                answer, draft, asked, context if one_checkpoint else None
+            )
         else:
             draft = None
         if asked.since_loading:
-            answer = _with_age(answer, model, draft)
+            answer = _with_age(
+                answer, (model, read), None if draft is None else (draft, draft_read)
+            )
     except DeltawireError as error:
         return RankParts(rank=rank, failure=str(error))
     except Exception as error:
@@ -102,15 +112,17 @@ def answer_of(
 
 
 def _with_age(
-    answer: RankParts, model: torch.nn.Module, draft: torch.nn.Module | None
+    answer: RankParts,
+    whole: tuple[torch.nn.Module, Read],
+    drafted: tuple[torch.nn.Module, Read] | None,
 ) -> RankParts:
     """Adds which parameters still have the bits that they were loaded with. A draft shares some of
     the model's own."""
-    untouched, updated = since_loading(model)
-    if draft is not None:
-        shared = {id(held) for held in model.parameters()}
-        own = {n for n, held in draft.named_parameters() if id(held) not in shared}
-        names, changed = since_loading(draft)
+    untouched, updated = since_loading(*whole)
+    if drafted is not None:
+        shared = {id(held) for held in whole[0].parameters()}
+        own = {n for n, held in drafted[0].named_parameters() if id(held) not in shared}
+        names, changed = since_loading(*drafted)
         untouched += [f"draft: {name}" for name in names if name in own]
         updated = updated or changed
     return msgspec.structs.replace(answer, untouched=untouched, updated=updated)
@@ -121,18 +133,18 @@ def _with_draft(
     draft: torch.nn.Module,
     asked: AttestRequest,
     context: Callable[[], AbstractContextManager[Any]] | None,
-) -> RankParts:
-    """Adds what a draft model holds; without a ``context`` only the names of its parameters.
+) -> tuple[RankParts, Read]:
+    """Adds what a draft model holds; without a ``context`` only the names of its parameters. Also
+    returns what was read of the draft's own.
 
     A tensor that the model knows, and does not only copy, is not readable in the draft either: one
     copy says nothing of the other.
     """
-    read = None
+    read = RankParts(uncovered={n: tensor.numel() for n, tensor in draft.named_parameters()})
+    found: Read = {}
     if context is not None:
         with suppress(InputError):  # Its loader cannot be observed.
-            read = _read(draft, asked, answer.rank, context)
-    if read is None:
-        read = RankParts(uncovered={n: tensor.numel() for n, tensor in draft.named_parameters()})
+            read, found = _read(draft, asked, answer.rank, context)
     names = {asked.tensors[part.tensor].name for part in read.parts}
     unplaced = {
         name: why
@@ -145,12 +157,10 @@ def _with_draft(
         else part
         for part in read.parts
     ]
-    return RankParts(
-        rank=answer.rank,
-        parts=[*answer.parts, *parts],
-        unplaced=unplaced,
-        uncovered=answer.uncovered | {f"draft: {n}": count for n, count in read.uncovered.items()},
-    )
+    uncovered = answer.uncovered | {f"draft: {n}": count for n, count in read.uncovered.items()}
+    parts = [*answer.parts, *parts]
+    together = RankParts(rank=answer.rank, parts=parts, unplaced=unplaced, uncovered=uncovered)
+    return together, found
 
 
 def _read(
@@ -158,7 +168,7 @@ def _read(
     asked: AttestRequest,
     rank: int,
     context: Callable[[], AbstractContextManager[Any]],
-) -> RankParts:
+) -> tuple[RankParts, Read]:
     loader: Any = getattr(model, "load_weights", None)
     if loader is None:
         raise InputError(f"{type(model).__name__} has no load_weights to observe")
@@ -168,13 +178,18 @@ def _read(
         placement = probe(loader, asked.tensors, live, aliases=asked.aliases)
     odd = _changed(placement, changes_after_loading(model))
     parts = []
+    found: dict[int, list[tuple[Region, Digest | None]]] = {}
     for region, digest in read_regions(placement, live):
+        found.setdefault(region.storage, []).append((region, digest))
         reason = odd.get(region.storage, "") if odd is not None else NOT_OBSERVED
         reason = reason or ("" if region.exact else NOT_EXACT)
         parts.append(_part(region, "" if reason or digest is None else digest.hex(), reason))
     sizes = {n: held.numel() for n, held in model.named_parameters(remove_duplicate=False)}
     uncovered = {n: count for n, count in placement.uncovered.items() if sizes.get(n) == count}
-    return RankParts(rank=rank, parts=parts, unplaced=placement.unplaced, uncovered=uncovered)
+    answer = RankParts(rank=rank, parts=parts, unplaced=placement.unplaced, uncovered=uncovered)
+    whole = {number for number, held in found.items() if all(one is not None for _, one in held)}
+    covered = [one for one in placement.live if one.name not in placement.uncovered]
+    return answer, {one.name: found[one.storage] for one in covered if one.storage in whole}
 
 
 def _part(region: Region, digest: str, reason: str) -> LivePart:
