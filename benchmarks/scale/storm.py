@@ -1,8 +1,9 @@
 """Simulates readers that need more requests than their store answers in the time.
 
 Discrete events and no waiting: every reader has the window and the pauses of
-`deltawire.store.request_limit` and `deltawire.store.retrying`, the code that real readers run. The
-store answers ``rate`` requests a second, one second of them at once, and refuses the others::
+`deltawire.store.request_limit` and `deltawire.store.retrying`, the code that real readers run. What
+the store does is a function of `benchmarks.scale.storm_stores`, for example to answer so many
+requests a second and to refuse the others::
 
     reader 0 ─┬─ thread 0: request ─▶ store ─▶ answer after latency, next blob
               ├─ thread 1: request ─▶ store ─▶ 503 after latency, pause, the same blob again
@@ -13,23 +14,29 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections.abc import Sequence
 from itertools import count
+from typing import Any, NamedTuple
 
 import msgspec
 
+from benchmarks.scale.storm_stores import MeasuredStore, Refusing, Store
 from deltawire.store.parallel import REQUESTS
 from deltawire.store.request_limit import RequestWindow
 from deltawire.store.retrying import THROTTLED_PAUSE_S, RetryPolicy
 
 
 class StormFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One storm: ``needed_s`` is all requests divided by the store's rate. ``last_s`` is when the
-    last reader has everything, ``attempts`` how many requests were made for each needed one."""
+    """One storm: ``needed_s`` is what the store needs for all requests in a perfect queue.
+    ``last_s`` is when the last reader has everything, ``attempts`` how many requests were made for
+    each needed one, and ``under_way`` the mean number of requests that the store had at once in the
+    second half of the time."""
 
     readers: int
     needed_s: float
     last_s: float
     attempts: float
+    under_way: float = 0.0
 
     @property
     def last_vs_needed(self) -> float:
@@ -52,55 +59,83 @@ def simulate_storm(
     Without ``adaptive`` each reader has `REQUESTS` under way whatever the store says, but pauses
     and never gives up. Ends after ``limit_s`` at the latest, with infinity as ``last_s``.
     """
-    storm = _Storm(
+    store = Refusing(rate=readers * blobs / needed_s, latency_s=latency_s)
+    return simulate_store(
+        store,
+        needed_s=needed_s,
         readers=readers,
-        blobs=blobs,
-        rate=readers * blobs / needed_s,
-        latency_s=latency_s,
+        sizes=[0] * blobs,
         adaptive=adaptive,
-        rng=random.Random(seed),
+        limit_s=limit_s,
+        seed=seed,
     )
+
+
+def simulate_store(
+    store: Store,
+    *,
+    needed_s: float,
+    readers: int,
+    sizes: Sequence[int],
+    adaptive: bool = True,
+    limit_s: float = 3600.0,
+    seed: int = 0,
+) -> StormFigures:
+    """Has ``readers`` fetch objects of ``sizes`` bytes each from a store; see `simulate_storm`."""
+    measured = MeasuredStore(store)
+    storm = _Storm(measured, readers, sizes, adaptive=adaptive, rng=random.Random(seed))
+    last_s = storm.run(limit_s)
     return StormFigures(
         readers=readers,
         needed_s=needed_s,
-        last_s=storm.run(limit_s),
-        attempts=storm.attempts / (readers * blobs),
+        last_s=last_s,
+        attempts=measured.attempts / (readers * len(sizes)),
+        under_way=measured.under_way(0.5),
     )
 
 
 class _Reader:
-    """One process: its window, and what it has still to fetch."""
+    """One process: its window, and the objects that it has still to fetch, by their bytes."""
 
-    def __init__(self, blobs: int) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
         self.window = RequestWindow()
         self.under_way = 0
-        self.unasked = self.missing = blobs
-        self.refused: list[int] = []
-        """Blobs that may be asked for again: how often each was refused."""
+        self.missing = len(sizes)
+        self.unasked = list(reversed(sizes))
+        self.refused: list[tuple[int, int]] = []
+        """Objects that may be asked for again: how often each was refused, and its bytes."""
+
+
+class _Event(NamedTuple):
+    """What happens: when, an order for equal times, what, whose, how often the object was refused,
+    its bytes, and when the request began."""
+
+    at: float
+    order: int
+    kind: str
+    number: int
+    refusals: int = 0
+    size: int = 0
+    began: float = 0.0
 
 
 class _Storm:
-    """The readers, the store's tokens, and the events to come: when, an order for equal times,
-    what, whose, how often the blob was refused, and when the request began."""
+    """The readers, and the events to come."""
 
     def __init__(
         self,
-        *,
+        store: MeasuredStore,
         readers: int,
-        blobs: int,
-        rate: float,
-        latency_s: float,
+        sizes: Sequence[int],
+        *,
         adaptive: bool,
         rng: random.Random,
     ) -> None:
-        self.attempts = 0
-        self._readers = [_Reader(blobs) for _ in range(readers)]
-        self._rate = self._tokens = rate
-        self._filled_at = 0.0
-        self._latency_s, self._adaptive, self._rng = latency_s, adaptive, rng
+        self._readers = [_Reader(sizes) for _ in range(readers)]
+        self._store, self._adaptive, self._rng = store, adaptive, rng
         self._policy = RetryPolicy(rng=rng.random)
         self._order = count()
-        self._events: list[tuple[float, int, str, int, int, float]] = []
+        self._events: list[_Event] = []
 
     def run(self, limit_s: float) -> float:
         """Returns when the last reader has everything; infinity after ``limit_s``."""
@@ -108,31 +143,30 @@ class _Storm:
             self._push(self._rng.random() * 0.1, "room", number)
         now = 0.0
         while any(reader.missing for reader in self._readers):
-            now, _, kind, number, refusals, began = heapq.heappop(self._events)
+            event = heapq.heappop(self._events)
+            now = event.at
             if now > limit_s:
                 return float("inf")
-            self._handle(now, kind, number, refusals, began)
-            self._begin(number, now)
+            self._handle(event)
+            self._begin(event.number, now)
         return now
 
-    def _push(
-        self, at: float, kind: str, number: int, refusals: int = 0, began: float = 0.0
-    ) -> None:
-        heapq.heappush(self._events, (at, next(self._order), kind, number, refusals, began))
+    def _push(self, at: float, kind: str, number: int, *more: Any) -> None:
+        heapq.heappush(self._events, _Event(at, next(self._order), kind, number, *more))
 
-    def _handle(self, now: float, kind: str, number: int, refusals: int, began: float) -> None:
-        reader = self._readers[number]
-        if kind == "answer":
+    def _handle(self, event: _Event) -> None:
+        reader = self._readers[event.number]
+        if event.kind == "answer":
             reader.under_way -= 1
             reader.missing -= 1
-            reader.window.answered(began, now)
-        elif kind == "refusal":
+            reader.window.answered(event.began, event.at, event.size)
+        elif event.kind == "refusal":
             reader.under_way -= 1
-            reader.window.refused(began, now)
-            pause_s = self._policy.pause_s(refusals, THROTTLED_PAUSE_S)
-            self._push(now + pause_s, "again", number, refusals + 1)
-        elif kind == "again":
-            reader.refused.append(refusals)
+            reader.window.refused(event.began, event.at)
+            pause_s = self._policy.pause_s(event.refusals, THROTTLED_PAUSE_S)
+            self._push(event.at + pause_s, "again", event.number, event.refusals + 1, event.size)
+        elif event.kind == "again":
+            reader.refused.append((event.refusals, event.size))
 
     def _begin(self, number: int, now: float) -> None:
         """Sends the requests of a reader that its window has room for."""
@@ -143,22 +177,9 @@ class _Storm:
                 if opens_at != float("inf"):
                     self._push(opens_at, "room", number)
                 return
-            if reader.refused:
-                refusals = reader.refused.pop()
-            else:
-                refusals, reader.unasked = 0, reader.unasked - 1
+            refusals, size = reader.refused.pop() if reader.refused else (0, reader.unasked.pop())
             reader.window.sent(reader.under_way, now)
             reader.under_way += 1
-            kind = "answer" if self._take(now) else "refusal"
-            taken_s = self._latency_s * (0.75 + 0.5 * self._rng.random())
-            self._push(now + taken_s, kind, number, refusals, now)
-
-    def _take(self, now: float) -> bool:
-        """Returns whether the store answers a request."""
-        self.attempts += 1
-        gained = self._rate * (now - self._filled_at)
-        self._tokens, self._filled_at = min(self._tokens + gained, self._rate), now
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
+            answered, taken_s = self._store.ask(now, size, self._rng)
+            kind = "answer" if answered else "refusal"
+            self._push(now + taken_s, kind, number, refusals, size, now)

@@ -368,9 +368,12 @@ class Bucket:
         limit = limit_of(self.url, first=lane == "first")
 
         def attempt() -> T:
-            with limit.request(outcome_of, bulk=lane == "bulk"):
+            with limit.request(outcome_of, bulk=lane == "bulk") as asked:
                 count("requests")
-                return request(store)
+                answer = request(store)
+                if isinstance(answer, bytes | obstore.Bytes):
+                    asked.size = len(answer)
+                return answer
 
         return repeat(attempt, repeats, url=self.url, key=key)
 

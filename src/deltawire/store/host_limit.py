@@ -71,10 +71,10 @@ class HostLimit(RequestLimit):
                 self._mine, self._began = self._mine + 1, self._clock()
             return wait_s
 
-    def _end(self, outcome: Outcome, began: float) -> None:
+    def _end(self, outcome: Outcome, began: float, size: int | None) -> None:
         with self._shared():
             self._mine = max(self._mine - 1, 0)
-            super()._end(outcome, began)
+            super()._end(outcome, began, size)
 
     @contextmanager
     def _shared(self) -> Iterator[None]:

@@ -10,6 +10,12 @@ begin at equal intervals, so that it may be less than one::
     window 8      eight requests at once
     window 0.25   one request in the time of four answers
 
+A store may also let requests wait instead of refusing them. Answers then take longer with more
+requests under way, so the window is halved when they take half as long again as the quickest ones
+(`deltawire.store.answer_times`), down to `FIRST`, and does not grow before the effect is known. If
+answers take as long with so few, this is what the store takes now: the window grows again, and
+later answers are compared with these.
+
 A window below one is needed: sixteen hosts that share a store of ten requests a second have less
 than one request each under way. A store that refuses everything gets one request in `LEAST` of the
 time: at 100 ms an answer, one in 102 s.
@@ -30,6 +36,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 from urllib.parse import urlsplit
 
+from deltawire.store.answer_times import SLOW, AnswerTimes
 from deltawire.store.traffic import count
 
 Outcome = Literal["answered", "refused", "lost"]
@@ -38,8 +45,9 @@ Outcome = Literal["answered", "refused", "lost"]
 MOST = 64.0
 """Requests under way at most: at 20 ms an answer 3,200 a second, below S3's 5,500 for a prefix."""
 FIRST = 2.0
-"""The window at first. It doubles in the time of an answer until the store refuses a request. A
-larger one costs refusals where many readers start at once."""
+"""The window at first. It doubles in the time of an answer until the store refuses a request or
+answers slowly. A larger one costs refusals where many readers start at once. Slow answers never
+make it smaller than this."""
 LEAST = 1 / 1024
 GROWTH, POWER = 0.1, 0.4
 ALSO_REFUSED = 0.65
@@ -83,18 +91,22 @@ class RequestWindow:
         """When the last answer came, and the seconds between two requests then."""
         self._shrunk_at = float("-inf")
         self._sent_at = float("-inf")
+        self._times = AnswerTimes()
+        self._held = False
+        """Whether the window does not grow: it became smaller, and the effect is not known yet."""
 
     def state(self) -> tuple[float, ...]:
         """Returns what `restore` takes, for another process of this host."""
-        return tuple(float(getattr(self, name)) for name in _STATE)
+        return (*(float(getattr(self, name)) for name in _STATE), *self._times.state())
 
     def restore(self, state: Sequence[float], now: float) -> None:
         """Takes over the state of another process's window, unless it is none, or of the time
         before a restart of the machine."""
-        size, *rest = state
-        if self.least <= size <= self.most and max(rest[-_TIMES:]) <= now + 1.0:
-            for name, value in zip(_STATE, state, strict=True):
+        own, times = state[: len(_STATE)], state[len(_STATE) :]
+        if self.least <= own[0] <= self.most and max(own[-_TIMES:]) <= now + 1.0:
+            for name, value in zip(_STATE, own, strict=True):
                 setattr(self, name, type(getattr(self, name))(value))
+            self._times.restore(times)
 
     @property
     def request_s(self) -> float:
@@ -125,21 +137,38 @@ class RequestWindow:
             self._doubles_to, self.size = self.size / 2, max(FIRST, self.least)
             self._used_at = now
 
-    def answered(self, began: float, now: float) -> None:
-        """Notes an answer to a request of ``began``."""
+    def answered(self, began: float, now: float, size: int | None = None) -> None:
+        """Notes an answer to a request of ``began``, an object of ``size`` bytes or None if it is
+        no object."""
         taken = max(now - began, 0.0)
         self._answer_s += (taken - self._answer_s) * (SMOOTHING if self._answered else 1.0)
         self._answered = True
-        if began <= self._used_at:
+        if began <= self._used_at and not self._held:
             slow = GROWTH * self.size**POWER
             growth = 1.0 if self.size < self._doubles_to else min(1 / self.size, slow)
             self.size = min(self.size + growth, self.most)
+        if size is not None and began > self._shrunk_at:
+            self._compare(self._times.note(size, taken, self.size), now)
         self._answered_at, self._paused_s = now, self.request_s
+
+    def _compare(self, slower: float, now: float) -> None:
+        """Halves the window if answers are more than `SLOW` times ``slower`` than they were; 0 is
+        not known yet."""
+        least = max(FIRST, self.least)
+        if slower <= SLOW:
+            self._held = self._held and slower <= 0
+        elif self.size > least:
+            self._held = True
+            self.size, self._shrunk_at = max(self.size / 2, least), now
+            self._doubles_to = 0.0
+            self._times.begin()
+        elif self._times.settled():
+            self._held = False
 
     def refused(self, began: float, now: float) -> None:
         """Notes that the store refused a request of ``began`` because there are too many."""
         self.refusals += 1
-        self._doubles_to = 0.0
+        self._doubles_to, self._held = 0.0, False
         if not self._answered:
             self._answer_s = max(self._answer_s, now - began)
             self._answered_at = self._answered_at or began
@@ -153,11 +182,17 @@ class RequestWindow:
 
 
 _STATE = (
-    "size", "refusals", "_answer_s", "_answered", "_doubles_to", "_paused_s",
+    "size", "refusals", "_answer_s", "_answered", "_doubles_to", "_paused_s", "_held",
     "_used_at", "_answered_at", "_sent_at", "_shrunk_at",
 )  # fmt: skip
 _TIMES = 4
 """How many of these, the last ones, are times."""
+
+
+class Asked:
+    """A request under way. Its caller sets ``size``, the bytes of the object that it got."""
+
+    size: int | None = None
 
 
 class RequestLimit:
@@ -165,8 +200,9 @@ class RequestLimit:
 
     Example::
 
-        with limit.request(outcome_of):
-            ...  # send one request; its error may make the window smaller
+        with limit.request(outcome_of) as asked:
+            data = ...  # send one request; its error may make the window smaller
+            asked.size = len(data)
     """
 
     nap_s = 1.0
@@ -191,7 +227,7 @@ class RequestLimit:
     @contextmanager
     def request(
         self, outcome_of: Callable[[BaseException], Outcome], *, bulk: bool = False
-    ) -> Iterator[None]:
+    ) -> Iterator[Asked]:
         """Waits for room, and notes how the request ends; ``outcome_of`` says what its error means.
         A ``bulk`` request waits while another one does."""
         with self._changed:
@@ -205,14 +241,15 @@ class RequestLimit:
                     self._changed.notify_all()
             began = self._admitted_at
         outcome: Outcome = "answered"
+        asked = Asked()
         try:
-            yield
+            yield asked
         except BaseException as error:
             outcome = outcome_of(error)
             raise
         finally:
             with self._changed:
-                self._end(outcome, began)
+                self._end(outcome, began, asked.size)
                 self._changed.notify_all()
 
     def _admit(self, *, bulk: bool) -> float:
@@ -232,14 +269,14 @@ class RequestLimit:
             self._admitted_at = now
         return wait_s
 
-    def _end(self, outcome: Outcome, began: float) -> None:
-        """Notes the end of a request."""
+    def _end(self, outcome: Outcome, began: float, size: int | None) -> None:
+        """Notes the end of a request, and the bytes of an object that it got."""
         self._under_way -= 1
         with suppress(ValueError):  # A forked child ends what its parent began.
             self._begun.remove(began)
         now = self._clock()
         if outcome == "answered":
-            self.window.answered(began, now)
+            self.window.answered(began, now, size)
         elif outcome == "refused":
             self.window.refused(began, now)
 

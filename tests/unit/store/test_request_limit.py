@@ -278,6 +278,7 @@ def test_reads_of_remote_stores_go_through_the_window(monkeypatch):
     assert bucket.get("one", limit=10) == b"1"
     assert [bytes(one) for one in bucket.read_ranges("one", [(0, 1)])] == [b"1"]
     assert window.size == 3  # Both were counted; one at a time needs no more.
+    assert sum(window._times._count) == 2, "with the bytes of both answers"
 
     def refused(*_given, **_options):
         raise bucket_module.exceptions.GenericError(
