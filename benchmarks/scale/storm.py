@@ -1,9 +1,9 @@
 """Simulates readers that need more requests than their store answers in the time.
 
 Discrete events and no waiting: every reader has the window and the pauses of
-`deltawire.store.request_limit` and `deltawire.store.retrying`, the code that real readers run. What
-the store does is a function of `benchmarks.scale.storm_stores`, for example to answer so many
-requests a second and to refuse the others::
+`deltawire.store.request_limit` and `deltawire.store.retrying`, the code that real readers run. The
+stores are those of `benchmarks.scale.storm_stores`, for example one that answers so many requests
+a second and refuses the others::
 
     reader 0 ─┬─ thread 0: request ─▶ store ─▶ answer after latency, next blob
               ├─ thread 1: request ─▶ store ─▶ 503 after latency, pause, the same blob again
@@ -107,8 +107,8 @@ class _Reader:
 
 
 class _Event(NamedTuple):
-    """What happens: when, an order for equal times, what, whose, how often the object was refused,
-    its bytes, and when the request began."""
+    """An event: its time, an order for equal times, its kind, the reader, how often the object was
+    refused, its bytes, and when the request began."""
 
     at: float
     order: int

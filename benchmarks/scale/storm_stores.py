@@ -11,7 +11,7 @@ JITTER = 0.5
 
 
 class Store(Protocol):
-    """What a store does with a request."""
+    """Answers or refuses requests."""
 
     def ask(self, now: float, size: int, rng: random.Random) -> tuple[bool, float]:
         """Returns whether a request of ``now`` for an object of ``size`` bytes is answered, else

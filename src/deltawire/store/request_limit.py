@@ -93,7 +93,7 @@ class RequestWindow:
         self._sent_at = float("-inf")
         self._times = AnswerTimes()
         self._held = False
-        """Whether the window does not grow: it became smaller, and the effect is not known yet."""
+        """The window does not grow: it became smaller, and the effect is not known yet."""
 
     def state(self) -> tuple[float, ...]:
         """Returns what `restore` takes, for another process of this host."""

@@ -13,6 +13,8 @@ from documents import ROOT
 MONITORING = ROOT / "examples" / "monitoring"
 RULES = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
 METRICS = set(re.findall(r"`(deltawire_\w+)`", (ROOT / "docs" / "WATCHING.md").read_text()))
+BOARD = json.loads((MONITORING / "grafana.json").read_text())
+QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
 RUN = 'job="j", instance="i"'
 PROCESS = f'{RUN}, process="w0", role="worker"'
 READER = f'{RUN}, reader="relay-7", kind="relay", host="h"'
@@ -67,15 +69,32 @@ def test_each_alert_has_an_entry_in_the_runbook():
 
 
 def test_alerts_and_board_use_metrics_that_are_exported():
-    board = json.loads((MONITORING / "grafana.json").read_text())
     asked = [rule["expr"] for rule in RULES]
-    asked += [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    for text in asked:
+    for text in (*asked, *QUERIES):
         names = set(re.findall(r"deltawire_\w+", text))
         assert names, text
         assert names <= METRICS, text
-    places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
-    assert len(set(places)) == len(places)
+
+
+def test_the_panels_of_the_board_do_not_cover_each_other():
+    squares = set()
+    for panel in BOARD["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24, "Grafana's columns"
+        covered = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not squares & covered, panel["title"]
+        squares |= covered
+        assert panel["title"]
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${source}"}
+        names = [target["refId"] for target in panel["targets"]]
+        assert len(set(names)) == len(names)
+    numbers = [panel["id"] for panel in BOARD["panels"]]
+    assert len(set(numbers)) == len(numbers)
+    assert [one["name"] for one in BOARD["templating"]["list"]] == ["source", "run"]
 
 
 def series_of(fault):
@@ -118,6 +137,24 @@ def test_each_alert_fires_on_its_fault_only(fault, tmp_path):
         check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+@needs_promtool
+def test_prometheus_parses_every_query_of_the_board(tmp_path):
+    rules = [
+        {"record": f"panel:{number}", "expr": text.replace("$__rate_interval", "1m")}
+        for number, text in enumerate(QUERIES)
+    ]
+    path = tmp_path / "board.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "board", "rules": rules}]}))
+    found = subprocess.run(
+        [shutil.which("promtool"), "check", "rules", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert f"{len(QUERIES)} rules found" in found.stdout + found.stderr
 
 
 @needs_promtool
