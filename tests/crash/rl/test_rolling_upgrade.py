@@ -42,7 +42,7 @@ TOKENS = {
     "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 THIS = __version__
-CONFIG = tiny_config.endless("upgraded", checkpoint_every=4, anchor_every=5, evaluate_every=3)
+CONFIG = tiny_config.endless("upgraded", checkpoint_every=4, anchor_every=5, evaluate_every=1)
 
 
 class Fleet:
@@ -121,7 +121,7 @@ class Fleet:
     def goes_on(self, name: str) -> None:
         """Waits until a process of the build that was started last has done something."""
         if name == "trainer":
-            self.versions_more(2)
+            self.versions_more(1)
         elif name == "relay":
             wanted = self.version()
             self.until(lambda: (newest_version(self.copy) or 0) >= wanted, "the relay")
@@ -199,7 +199,6 @@ def begin(fleet: Fleet, build: str) -> None:
     create_secret(fleet.bucket, read_run(fleet.bucket), SecretPlace(fleet.folder / "live.secret"))
     for name in ORDER[:-1]:
         fleet.start(name, build)
-    fleet.versions_more(2)
     for name in ORDER:
         fleet.goes_on(name)
         fleet.say(f"{name} goes on, version {fleet.version()}")
