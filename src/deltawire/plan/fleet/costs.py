@@ -54,7 +54,7 @@ ROUNDS = 20
 """Of an iteration: the length of a trainer's turn depends on how many there are."""
 STATE_OBJECT_BYTES = 256 << 20
 """Bytes of an object of a trainer's state, `deltawire.train.checkpoint_storage.PART_BYTES`."""
-STATE_LISTINGS = 11
+STATE_LISTINGS = 10
 """Listings after a state is stored: what is old, and what marks keep, each listed twice."""
 CHECK_LISTINGS = 3
 """Listings after a commit: retention's floors, and its announcements of deletions, twice. A relay
@@ -281,7 +281,12 @@ def _add_trainer(bill: Bill, request: PlanRequest, day: Day) -> None:
 class _TrainerTurns:
     """The polls of a trainer in a day: it looks for groups while it has too few for a step, for
     ``waiting_s``, and once for each step. ``looks`` also read heartbeats, and ``writes`` replace
-    ``trainer.json``."""
+    ``trainer.json``.
+
+    A step's own turn reads most groups, one of each worker after another, since they were stored
+    while the trainer was busy. The rest of ``waiting_s`` are turns in which few groups come, and
+    together, since those of an engine end together.
+    """
 
     count: float
     waiting_s: float
@@ -291,25 +296,27 @@ class _TrainerTurns:
     @classmethod
     def of(cls, request: PlanRequest, day: Day) -> _TrainerTurns:
         store, workers = request.store(request.trainer.store), engines_of(request)
+        rollouts, versions = request.rollouts, day.versions
         get_s, put_s = store.get_ms / 1e3, store.put_ms / 1e3
         known = min(workers + 1 + request.trainer.evaluators, MOST_READ)
         look_s = (1 + math.ceil(known / REQUESTS)) * get_s
-        groups = request.rollouts.batch / request.rollouts.group_size * day.versions
-        waiting_s = max(0.0, DAY_S - day.versions * request.trainer.step_s)
-        count = writes = day.versions
+        groups = rollouts.batch / rollouts.group_size
+        waiting_s = max(0.0, DAY_S - versions * request.trainer.step_s)
+        # A round asks each worker for its next group; those that had one are asked again.
+        round_s = math.ceil(workers / REQUESTS) * get_s
+        step_turn_s = get_s + look_s + (1 + groups / workers) * round_s + put_s
+        idle_s = max(0.0, waiting_s - versions * step_turn_s)
+        together = max(1.0, rollouts.per_engine / rollouts.group_size)
+        arrivals = groups * versions * idle_s / DAY_S / together
+        idle, wrote = 1.0, 0.0
         for _ in range(ROUNDS):
-            # It is written if a group came, and else every few seconds.
-            wrote = max(1 - math.exp(-groups / count), min(1.0, DAY_S / REWRITE_S / count))
-            # A round asks each worker for its next group; those that had one are asked again.
-            rounds = 1 + groups / count / workers
-            turn_s = TRAINER_WAIT_S + rounds * math.ceil(workers / REQUESTS) * get_s
-            turn_s += wrote * put_s
+            turn_s = TRAINER_WAIT_S + round_s + wrote * put_s
             turn_s += look_s * min(1.0, turn_s / FLEET_POLL_S)
-            count = max(day.versions, waiting_s / turn_s)
-            # A turn that takes a step writes what the commit before it changed, too.
-            writes = day.versions + wrote * (count - day.versions)
-        looks = min(count, day.versions + waiting_s / (FLEET_POLL_S + look_s))
-        return cls(count, waiting_s, looks, writes)
+            idle = max(idle_s / turn_s, 1.0)
+            # It is written if groups came, and else every few seconds.
+            wrote = max(1 - math.exp(-arrivals / idle), min(1.0, idle_s / REWRITE_S / idle))
+        looks = max(versions, idle_s / (FLEET_POLL_S + look_s))
+        return cls(versions + idle, waiting_s, looks, versions + wrote * idle)
 
 
 def _segments(store: StoreKind, pause_s: float = 0.0) -> float:

@@ -1,6 +1,7 @@
 """The dollars of a day, a start from nothing and a shard's reads, each next to what the code that
 users run asks of a counting store."""
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -13,10 +14,12 @@ from heartbeats import put_heartbeat
 from planned_fleets import RATES, write_plan
 from rich.console import Console
 
+from benchmarks.scale.run_prices import Observed, request_of
 from deltawire.config import RunConfig, TrainConfig
 from deltawire.plan.fleet.cold_start import ANCHOR_SHARE, cold_start
 from deltawire.plan.fleet.costs import (
     ARCHIVE_READS,
+    DAY_S,
     Polls,
     engines_of,
     status_bytes,
@@ -41,6 +44,12 @@ from deltawire.wire.ledger import Ledger
 from deltawire.wire.run import TensorSpec
 
 ROOT = Path(__file__).parents[4]
+
+SMALL = {
+    "model_type": "qwen3", "hidden_size": 192, "num_hidden_layers": 2, "head_dim": 32,
+    "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 512,
+    "vocab_size": 264, "tie_word_embeddings": True, "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 def planned(path, changes=None):
@@ -291,3 +300,34 @@ def test_the_bytes_of_kept_intervals_are_stated(tmp_path):
     console = Console(record=True, width=200, file=StringIO())
     console.print(plan_view(found))
     assert "kept for proofs" in console.export_text()
+
+
+COUNTED = [
+    # What a store counted in 90 s: milliseconds of a read and a write, versions, seconds in which
+    # the trainer did not wait; its reads and listings while it did, its writes of trainer.json.
+    (60.9, 59.1, 23, 69.5, 536, 31, 26),
+    (177.4, 181.9, 13, 49.3, 320, 21, 17),
+]
+
+
+@pytest.mark.parametrize(
+    ("get_ms", "put_ms", "versions", "busy_s", "reads", "listings", "writes"), COUNTED
+)
+def test_a_trainers_polls_are_those_that_a_store_counted(
+    get_ms, put_ms, versions, busy_s, reads, listings, writes, tmp_path
+):
+    """Of a small run with 16 groups a step: most were stored while the trainer was busy."""
+    seen = Observed(
+        seconds=90.0, versions=versions, busy_s=busy_s, groups=16, group_tokens=92,
+        get_s=get_ms / 1e3, put_s=put_ms / 1e3, delta_bytes=165_000, values=936_512, attempts=[],
+    )  # fmt: skip
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SMALL))
+    request = request_of(seen, str(config))
+    plan = make_plan(request, request.architecture(), RATES, changed=seen.changed)
+    lines = {one.item: one for one in plan.costs if not one.region}
+    per_day = DAY_S / seen.seconds
+    polls = lines["trainer's polls"]
+    assert polls.reads / per_day == pytest.approx(reads, rel=0.15)
+    assert polls.writes / per_day == pytest.approx(listings, rel=0.15)
+    assert lines["trainer.json"].writes / per_day == pytest.approx(writes, rel=0.15)
