@@ -12,9 +12,9 @@ begin at equal intervals, so that it may be less than one::
 
 A store may also let requests wait instead of refusing them. Answers then take longer with more
 requests under way, so the window is halved when they take half as long again as the quickest ones
-(`deltawire.store.answer_times`), down to `FIRST`, and does not grow before the effect is known. If
-answers take as long with so few, this is what the store takes now: the window grows again, and
-later answers are compared with these.
+(`deltawire.store.answer_times`), down to `SLOW_LEAST`, and does not grow before the effect is
+known. If answers take as long with so few, this is what the store takes now: the window grows
+again, and later answers are compared with these.
 
 A window below one is needed: sixteen hosts that share a store of ten requests a second have less
 than one request each under way. A store that refuses everything gets one request in `LEAST` of the
@@ -46,10 +46,13 @@ MOST = 64.0
 """Requests under way at most: at 20 ms an answer 3,200 a second, below S3's 5,500 for a prefix."""
 FIRST = 2.0
 """The window at first. It doubles in the time of an answer until the store refuses a request or
-answers slowly. A larger one costs refusals where many readers start at once. Slow answers never
-make it smaller than this."""
+answers slowly. A larger one costs refusals where many readers start at once."""
 LEAST = 1 / 1024
 GROWTH, POWER = 0.1, 0.4
+SLOW_LEAST = 4.0
+"""Slow answers leave so many requests. With half as many, a reader whose machine is busy, so that
+its answers take one to eight times as long from second to second, needs up to three times longer;
+with twice as many, 16 readers leave 175 instead of 105 requests in a store that works on 64."""
 ALSO_REFUSED = 0.65
 """The window loses so much for each further refusal of the same requests, down to one."""
 PACED = 4.0
@@ -154,7 +157,7 @@ class RequestWindow:
     def _compare(self, slower: float, now: float) -> None:
         """Halves the window if answers are more than `SLOW` times ``slower`` than they were; 0 is
         not known yet."""
-        least = max(FIRST, self.least)
+        least = max(SLOW_LEAST, self.least)
         if slower <= SLOW:
             self._held = self._held and slower <= 0
         elif self.size > least:

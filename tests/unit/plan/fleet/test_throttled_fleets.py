@@ -5,7 +5,8 @@ import random
 import pytest
 import simpy
 
-from benchmarks.scale.storm import simulate_storm
+from benchmarks.scale.storm import simulate_store, simulate_storm
+from benchmarks.scale.storm_stores import Queueing
 from deltawire.plan.fleet.rates import CoreCost
 from deltawire.plan.fleet.simulation.transfers import ReadingSide
 from deltawire.plan.fleet.transfer import Amounts, Readers, follow
@@ -39,3 +40,13 @@ def test_readers_that_outrun_a_store_take_what_is_planned(needed_s):
     # Without the window, readers would make several attempts for each request.
     fixed = simulate_storm(needed_s=needed_s, readers=READERS, blobs=BLOBS, adaptive=False)
     assert fixed.attempts > 3
+
+
+def test_readers_of_a_store_that_lets_requests_wait_take_what_is_planned():
+    """Its rate is what it works on at once, over the time of one; nothing is refused."""
+    servers, work_s = 8, 0.1
+    needed_s = READERS * (BLOBS + 2) * work_s / servers
+    amounts, readers = fleet(needed_s)
+    store = Queueing(servers=servers, work_s=work_s)
+    rule_s = simulate_store(store, needed_s=needed_s, readers=READERS, sizes=[0] * BLOBS).last_s
+    assert follow(amounts, readers).seconds == pytest.approx(rule_s, rel=0.15)
