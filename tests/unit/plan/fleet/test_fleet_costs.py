@@ -303,7 +303,7 @@ def test_the_bytes_of_kept_intervals_are_stated(tmp_path):
 
 
 COUNTED = [
-    # What a store counted in 90 s: milliseconds of a read and a write, versions, seconds in which
+    # A store counted in 90 s: milliseconds of a read and a write, versions, seconds in which
     # the trainer did not wait; its reads and listings while it did, its writes of trainer.json.
     (60.9, 59.1, 23, 69.5, 536, 31, 26),
     (177.4, 181.9, 13, 49.3, 320, 21, 17),
