@@ -186,11 +186,12 @@ def write_secret(bucket, run, path, generations=(GENERATION,)):
 class LiveGateway:
     """The gateway and a client."""
 
-    def __init__(self, client, port, fakes, recorder, bucket, app):
+    def __init__(self, client, port, fakes, recorder, bucket, app, calls):
         self.client, self.port, self.fakes = client, port, fakes
         self.bodies, self.tokens = app[BODIES], app[TOKENS]
         self.recorder, self.bucket = recorder, bucket
         self.fake = fakes[0]
+        self.names = calls._names
 
     def url(self, path):
         return f"http://127.0.0.1:{self.port}{path}"
@@ -259,6 +260,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
     defaults = options.pop("defaults", RequestDefaults())
     release = options.pop("release", None)
     hook = options.pop("hook", HOOK)
+    names = options.pop("model_names", ())
     options.setdefault("consent", ConsentRule(header=True))
     run = start_run(bucket)
     secret = options.pop("secret", None) or deployment_secret(bucket, run)
@@ -281,7 +283,10 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
             members, upstream, token=TOKEN, admin_token=ADMIN, upstream_key="upstream",
             limits=limits,
         )  # fmt: skip
-        LiveCalls(recorder, defaults, release=release, webhook_secret=hook).add_to(app)
+        calls = LiveCalls(
+            recorder, defaults, release=release, webhook_secret=hook, model_names=names
+        )
+        calls.add_to(app)
         runner = build_runner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -289,7 +294,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
             async with asyncio.timeout(60):
                 while not members.ready:
                     await asyncio.sleep(0.01)
-            yield LiveGateway(client, runner.addresses[0][1], fakes, recorder, bucket, app)
+            yield LiveGateway(client, runner.addresses[0][1], fakes, recorder, bucket, app, calls)
         finally:
             await runner.cleanup()
             for fake in fakes:

@@ -66,6 +66,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--model", default="", help="the replicas' name for the model (default: the request's)"
     )
+    parser.add_argument(
+        "--model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="let clients ask for the model by this name; repeat it for several, '*' for any "
+        "(default: the run's name, and those that the replicas list)",
+    )
     add_key(parser)
     add_secret(parser)
     add_trust(parser)
@@ -167,6 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
         silence_s=arguments.silence_s,
         whole_answer_s=arguments.whole_answer_s,
         model=arguments.model,
+        model_names=arguments.model_name,
         trust=trust_of(arguments),
         key=arguments.key,
         secret=arguments.secret,

@@ -52,6 +52,7 @@ from deltawire.wire.run import Run
 REPLICA_KEY_VARIABLE = "DELTAWIRE_REPLICA_KEY"
 REPORT_EVERY_S = 1.0
 TOKENS_EVERY_S = 10.0
+MOST_NAME = 256
 _LOG = logging.getLogger("deltawire.live")
 
 
@@ -76,6 +77,7 @@ class GatewayOptions:
     silence_s: float = 60.0
     whole_answer_s: float = 600.0
     model: str = ""
+    model_names: Sequence[str] = ()
     trust: ReaderTrust = ANY
     key: str = ""
     secret: str = ""
@@ -112,6 +114,8 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
             )
     check_port(options.port)
     check_origins(options.cors_origins)
+    if any(not 0 < len(name) <= MOST_NAME for name in options.model_names):
+        raise InputError(f"a --model-name has 1 to {MOST_NAME} characters")
     if options.drain_s <= 0:
         raise InputError("--drain must be above 0")
     for name in ("first_token_s", "silence_s", "whole_answer_s"):
@@ -205,7 +209,11 @@ def _live_calls(
     )
     defaults = RequestDefaults.of(config) if run.config else RequestDefaults()
     return LiveCalls(
-        recorder, defaults, release=config.live.release, webhook_secret=webhook.encode()
+        recorder,
+        defaults,
+        release=config.live.release,
+        webhook_secret=webhook.encode(),
+        model_names=options.model_names,
     )
 
 

@@ -37,7 +37,7 @@ import msgspec
 from aiohttp import web
 
 from deltawire.bearer import bears
-from deltawire.errors import BugError, DeltawireError, InputError, RetryError
+from deltawire.errors import InputError, RetryError
 from deltawire.serving.bodies import (
     BODIES,
     BODIES_BYTES,
@@ -46,13 +46,12 @@ from deltawire.serving.bodies import (
     read_body,
 )
 from deltawire.serving.contract import read_request
+from deltawire.serving.errors import SERVER_ERROR, Handler, answer_errors, error_answer
 from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
 from deltawire.serving.request_ids import HEADER, REQUEST_ID, name_request, state_request_id
 
 BUSY = 425
 """The hosted services' status for new requests while all replicas drain to change weights."""
-SERVER_ERROR = 500
-"""Statuses from this on are failures; lower ones answer what the client asked."""
 NOT_IMPLEMENTED = 501
 """The request's own failure: another replica would not answer it either."""
 
@@ -67,7 +66,11 @@ SNAPSHOT_HEADER = "x-deltawire-snapshot"
 PREFIXES = ("", "/inference")
 ANSWERS = ("/v1/chat/completions", "/v1/completions")
 """Paths whose answers a model draws; with `MODELS` they are all that reaches a replica."""
+COMPLETIONS = "/v1/completions"
 MODELS = "/v1/models"
+RESPONSES = "/v1/responses"
+_AT_REPLICA = {RESPONSES: "/v1/chat/completions"}
+"""Paths that a replica serves under another one."""
 
 RETURNED_HEADERS = ("Content-Type", "Cache-Control")
 
@@ -162,9 +165,10 @@ class Tries:
         self._is_counted = True
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ANSWER = web.AppKey[Handler]("answer")
 """The handler of the paths in `ANSWERS`; replace it to do more than to proxy them."""
+LIST = web.AppKey[Handler]("list")
+"""The handler of `MODELS`, likewise."""
 Exchange = Callable[[web.Request, TrackedReplica, bytes, Tries], Awaitable[web.StreamResponse]]
 """Sends a request's body to a replica, and its answer to the client."""
 Access = Literal["none", "sampling", "admin", "signature"]
@@ -216,6 +220,7 @@ def build_app(
     app[REPLICAS], app[SESSION], app[LIMITS] = replicas, session, limits or CallLimits()
     app[TOKENS] = Tokens(token, admin_token)
     app[KEY], app[MODEL], app[ANSWER] = upstream_key, upstream_model, _proxy
+    app[LIST] = _proxy
     app[WARNINGS] = list
     app.router.add_post("/hot_load/v1/models/hot_load", _hot_load)
     app.router.add_get("/hot_load/v1/models/hot_load", _state)
@@ -228,7 +233,7 @@ def build_app(
     for prefix in PREFIXES:
         for path in ANSWERS:
             app.router.add_post(prefix + path, _answer)
-        app.router.add_get(prefix + MODELS, _proxy, allow_head=False)
+        app.router.add_get(prefix + MODELS, _list, allow_head=False)
 
     async def life(_: web.Application) -> Any:
         replicas.start()
@@ -265,24 +270,6 @@ class _OneLineLogger(logging.Logger):
             record.msg, record.args = "request failed: %s", (record.exc_info[0].__name__,)
         record.exc_info = record.exc_text = record.stack_info = None
         super().handle(record)
-
-
-@web.middleware
-async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers errors as JSON, with the status that says what the caller does next."""
-    try:
-        return await handler(request)
-    except InputError as error:
-        return error_answer(400, error)
-    except RetryError as error:
-        return error_answer(503, error)
-    except DeltawireError as error:
-        return error_answer(500, error)
-    except web.HTTPException as error:
-        return error_answer(error.status, InputError(error.reason))
-    except Exception as error:  # Its message may hold parts of the request: only the type is kept.
-        _LOG.error("request failed: %s", type(error).__name__)
-        return error_answer(500, BugError("the server failed to handle this request"))
 
 
 @web.middleware
@@ -343,6 +330,10 @@ async def _answer(request: web.Request) -> web.StreamResponse:
     return await request.app[ANSWER](request)
 
 
+async def _list(request: web.Request) -> web.StreamResponse:
+    return await request.app[LIST](request)
+
+
 async def _proxy(request: web.Request) -> web.StreamResponse:
     """Proxies a request to a replica, and streams the answer back."""
     body = with_model(await read_body(request), request.app[MODEL])
@@ -355,11 +346,16 @@ def session_of(request: web.Request) -> str:
     return next((request.headers[h] for h in SESSION_HEADERS if h in request.headers), "")
 
 
-def path_of(request: web.Request) -> str:
-    """Returns the path of a proxied request at the replica: the route's, however a client spells
-    it."""
+def route_of(request: web.Request) -> str:
+    """Returns the path of a request's route, however a client spells it."""
     resource = request.match_info.route.resource
     return "" if resource is None else resource.canonical.removeprefix("/inference")
+
+
+def path_of(request: web.Request) -> str:
+    """Returns the path of a proxied request at the replica."""
+    route = route_of(request)
+    return _AT_REPLICA.get(route, route)
 
 
 async def to_replica(
@@ -540,9 +536,3 @@ def with_model(body: bytes, model: str) -> bytes:
 def json_answer(value: Any) -> web.Response:
     """Returns a JSON answer."""
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-
-def error_answer(status: int, error: DeltawireError) -> web.Response:
-    """Answers an error as JSON: its message, its type and the status."""
-    body = {"error": {"message": str(error), "type": type(error).__name__, "code": status}}
-    return web.json_response(body, status=status)

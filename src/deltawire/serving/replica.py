@@ -35,6 +35,11 @@ class Replica(Protocol):
         """The URL of its OpenAI-compatible endpoints, without ``/v1``."""
         ...
 
+    @property
+    def model(self) -> str:
+        """Its name for the model, where the operator states it; empty to ask it."""
+        ...
+
     async def held(self) -> HeldVersion:
         """Returns what it serves now."""
         ...

@@ -129,6 +129,11 @@ class ReplicaSet:
         self._closing = False
         self._digests: dict[int, str] = {}
 
+    @property
+    def members(self) -> Sequence[TrackedReplica]:
+        """The replicas and their last known states."""
+        return self._members
+
     def start(self) -> None:
         """Starts one task for each replica, on the running event loop."""
         loop = asyncio.get_running_loop()

@@ -16,6 +16,7 @@ from deltawire.engines.following.engine_client import (
 )
 from deltawire.errors import CorruptError, ResyncError, RetryError
 from deltawire.serving.contract import CacheReset
+from deltawire.serving.http_answers import read_limited
 from deltawire.serving.replica import HeldVersion
 from deltawire.wire.objects import prepared
 
@@ -47,6 +48,11 @@ class VllmReplica:
     def base_url(self) -> str:
         """The URL of its OpenAI-compatible endpoints."""
         return self._base_url
+
+    @property
+    def model(self) -> str:
+        """Empty: it lists the names of its model."""
+        return ""
 
     async def held(self) -> HeldVersion:
         """Returns the version that all its ranks serve, and the digest that they attested."""
@@ -91,7 +97,7 @@ class VllmReplica:
                 timeout=aiohttp.ClientTimeout(total=ANSWER_WITHIN_S),
                 allow_redirects=False,
             ) as response:
-                data = await _whole(response.content)
+                data = await read_limited(response.content, MAX_ANSWER_BYTES)
                 if response.status != 200:
                     raise RetryError(
                         f"replica {self.name} answers {response.status} to {method}",
@@ -107,13 +113,3 @@ class VllmReplica:
             raise CorruptError(
                 f"replica {self.name}'s answer to {method} cannot be read: {str(error)[:200]}"
             ) from error
-
-
-async def _whole(content: aiohttp.StreamReader) -> bytes:
-    """Reads an answer completely; raises `CorruptError` beyond `MAX_ANSWER_BYTES`."""
-    data = bytearray()
-    async for piece in content.iter_any():
-        data += piece
-        if len(data) > MAX_ANSWER_BYTES:
-            raise CorruptError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
-    return bytes(data)

@@ -28,8 +28,9 @@ import msgspec
 from aiohttp import web
 
 from deltawire.errors import InputError, RetryError
-from deltawire.serving.app import Handler, answer_errors, error_answer, json_answer
+from deltawire.serving.app import json_answer
 from deltawire.serving.bodies import BODY_WITHIN_S, read_body
+from deltawire.serving.errors import Handler, answer_errors, error_answer
 from deltawire.tinker.requests import (
     EDGE_BYTES,
     KINDS,

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from deltawire.bearer import bears
 from deltawire.errors import InputError
-from deltawire.serving.app import answer_errors, error_answer
+from deltawire.serving.errors import answer_errors, error_answer
 from deltawire.watch.api import RUNS, Handler, WatchedRuns, add_routes
 
 STATIC: Final = Path(__file__).with_name("static")

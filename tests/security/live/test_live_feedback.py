@@ -74,7 +74,7 @@ def test_a_retry_is_one_report_and_other_content_is_a_conflict(serve):
         assert first == (200, {"id": "click-1"})
         assert [await at.report(text, id="click-1") for _ in range(3)] == [first] * 3
         status, body = await at.report(text, id="click-1", value="down")
-        assert (status, body["error"]["code"]) == (409, 409)
+        assert (status, body["error"]["code"]) == (409, "conflict")
         unnamed = [await at.report(text, value="down") for _ in range(2)]
         assert unnamed[0] == unnamed[1]
         together = await asyncio.gather(

@@ -62,7 +62,7 @@ def test_only_the_token_opens_the_figures_and_every_answer_has_the_policy(bucket
         for path in ("/api/runs", "/api/runs/0/overview", "/api/compare", "/api/nothing"):
             for token in ("", "x", TOKEN[:-1], TOKEN + "t", "ü"):
                 status, body, _ = await get(path, token=token)
-                assert (status, body["error"]["code"]) == (401, 401), path
+                assert (status, body["error"]["code"]) == (401, "invalid_api_key"), path
         for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::2]:1"):
             for path in ("/", "/api/runs", "/static/main.js"):
                 assert (await get(path, host=host))[0] == 421, host

@@ -96,6 +96,14 @@ class _Request(msgspec.Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     structured_outputs: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    stop_token_ids: Any = None
+    use_beam_search: Any = None
+    typical_p: Any = None
+    logits_processors: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     n_adaptive: _Choices | AdaptiveSampling | None = None
     max_thinking_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -213,6 +221,14 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "guided_choice": (None, "nothing holds the model to a grammar"),
     "guided_grammar": (None, "nothing holds the model to a grammar"),
     "structured_outputs": (None, "nothing holds the model to a grammar"),
+    "min_tokens": (0, "an answer ends where the model ends it"),
+    "ignore_eos": (False, "an answer ends where the model ends it"),
+    "bad_words": ([], "forbidden words change which tokens are drawn"),
+    "allowed_token_ids": ([], "forbidden tokens change which tokens are drawn"),
+    "stop_token_ids": ([], "an answer ends at texts only"),
+    "use_beam_search": (False, "answers are sampled"),
+    "typical_p": (1.0, "it changes which tokens are drawn"),
+    "logits_processors": ([], "a client chooses no code"),
 }
 """Options that cannot be honored, the value with which they do nothing, and why not."""
 

@@ -18,6 +18,7 @@ from deltawire.live.capture.redaction import Redaction
 from deltawire.live.capture.spool import Spool
 from deltawire.live.feedback.identities import ReportIdentities
 from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackRefusal
+from deltawire.serving.errors import error_object
 from deltawire.wire.captures import KINDS, MAX_EDIT, Feedback, Source, encode_row
 from deltawire.wire.objects import prepared
 from deltawire.wire.receipts import MAX_RECEIPT_CHARACTERS, Receipt, ReceiptKeys, read_receipt
@@ -253,7 +254,7 @@ def _value(kind: str, given: float | bool | str) -> float:
 
 
 def _refused(status: int, message: str, hint: str, after_s: float = 0.0) -> Taken:
-    body = {"error": {"message": f"{message}; {hint}", "type": "FeedbackError", "code": status}}
+    body = error_object(status, f"{message}; {hint}")
     return Taken(status, body, after_s)
 
 

@@ -121,6 +121,7 @@ class EmbeddedReplica:
             raise InputError(f"there is no call {call.method[:64]!r}")
         live = self.served.live
         status: dict[str, object] = {
+            "engine": "embedded",
             "version": live.version,
             "wanted": live.version if self.wanted == LATEST else self.wanted,
             "phase": "serving" if live.version >= self.wanted or self.failure else "preparing",

@@ -173,6 +173,11 @@ class Recorder:
             gateway_compactors(bucket, self.name), days_of(self.options.retain)
         )
 
+    @property
+    def run_name(self) -> str:
+        """The run's name."""
+        return self._run.name
+
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts uploads and maintenance; stored rows are reported to ``loop``."""
         self._loop = loop

@@ -9,28 +9,8 @@ import msgspec
 
 from deltawire.chat.requests import RequestDefaults
 from deltawire.errors import InputError
+from deltawire.live.gateway.options import CHANGE_TOKENS
 from deltawire.live.gateway.texts import RequestTexts, content_text, texts_of
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None, {}),
-    "allowed_token_ids": (None, []),
-    "bad_words": (None, []),
-    "min_tokens": (None, 0),
-    "ignore_eos": (None, False),
-    "use_beam_search": (None, False),
-    "typical_p": (None, 1, 1.0),
-    "logits_processors": (None, []),
-}
-"""Options that change which tokens are drawn, and the values with which they do not."""
 
 
 @dataclass
@@ -60,28 +40,28 @@ class AskedAnswer:
         """Returns all texts of the request, for redaction."""
         return texts_of(self.given, chat=self.chat)
 
-    def for_replica(self, *, capture: bool) -> bytes:
-        """Returns the body for the replica; with ``capture`` it asks for tokens too."""
-        if capture:
-            self.body["return_token_ids"] = True
-            if not self.logprobs:
-                self.body["logprobs"] = True if self.chat else 0
-        return msgspec.json.encode(self.body)
+    def for_replica(self, *, capture: bool, engine: str = "", model: str = "") -> bytes:
+        """Returns the body for a replica by the names of its ``engine``, which calls the model
+        ``model``; with ``capture`` it asks for tokens too."""
+        body = dict(self.body)
+        if model:
+            body["model"] = model
+        wanted = capture or self.ids
+        body.pop("return_token_ids", None)
+        if wanted:
+            body |= _TOKENS_OF_SGLANG if engine == "sglang" and self.chat else _TOKENS
+        if capture and not self.logprobs:
+            body["logprobs"] = True if self.chat else 0
+        return msgspec.json.encode(body)
 
 
-def for_engine(body: bytes, engine: str, *, chat: bool) -> bytes:
-    """Returns a body with the member names of a replica's engine: SGLang's chat endpoint states
-    tokens under other names, and refuses those of vLLM for streams."""
-    if engine != "sglang" or not chat:
-        return body
-    asked = msgspec.json.decode(body)
-    if asked.pop("return_token_ids", False):
-        asked |= {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
-    return msgspec.json.encode(asked)
+_TOKENS = {"return_token_ids": True}
+_TOKENS_OF_SGLANG = {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
+"""SGLang's chat endpoint states tokens under other names, and refuses those of vLLM for streams."""
 
 
-def read_asked(data: bytes, *, chat: bool, defaults: RequestDefaults) -> AskedAnswer:
-    """Reads a request; raises `InputError` for a body that is not a JSON object, also one that a
+def decode_body(data: bytes) -> dict[str, Any]:
+    """Decodes a request; raises `InputError` for a body that is not a JSON object, also one that a
     replica's more tolerant parser would take: its answer would have no receipt."""
     try:
         body = msgspec.json.decode(data)
@@ -91,7 +71,12 @@ def read_asked(data: bytes, *, chat: bool, defaults: RequestDefaults) -> AskedAn
         ) from error
     if not isinstance(body, dict):
         raise InputError("the request is not a JSON object")
-    truncated = any(body.get(name) not in fine for name, fine in _NEUTRAL.items())
+    return body
+
+
+def read_asked(body: dict[str, Any], *, chat: bool, defaults: RequestDefaults) -> AskedAnswer:
+    """Reads a request, and adds the run's settings to it."""
+    truncated = any(body.get(name) not in fine for name, fine in CHANGE_TOKENS.items())
     for name, value in defaults.sampling().items():
         own = body.get(name)
         if name != "temperature" and own not in (None, value) and (name, own) != ("top_k", -1):

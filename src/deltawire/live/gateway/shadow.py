@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,6 @@ from deltawire.live.capture.guardrails import SILENT, AnswerFacts, touches
 from deltawire.live.capture.marks import marks_of
 from deltawire.live.gateway.engine_tokens import AnswerReader
 from deltawire.live.gateway.events import DONE, EventSplitter, data_of
-from deltawire.live.gateway.requests import for_engine
 from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
 from deltawire.wire.captures import FAILED, ShadowCounts
 from deltawire.wire.decisions import Decision
@@ -46,16 +46,16 @@ class DroppedCopy(Exception):  # noqa: N818  (it names an event of a copy)
 
 @dataclass(frozen=True)
 class RequestCopy:
-    """A request to copy: its path below the replica's URL, its body, the user's pseudonym, and the
-    facts of the answer that the user got.
+    """A request to copy: its path below the replica's URL, its body for a replica, the user's
+    pseudonym, and the facts of the answer that the user got.
 
     Example::
 
-        RequestCopy("/v1/chat/completions", body, user, AnswerFacts(finish="stop"))
+        RequestCopy("/v1/chat/completions", exchange.body_for, user, AnswerFacts(finish="stop"))
     """
 
     path: str
-    body: bytes
+    body_for: Callable[[TrackedReplica], bytes]
     user: str
     facts: AnswerFacts
 
@@ -67,7 +67,7 @@ class ShadowCopies:
 
         copies = ShadowCopies(replicas, session, release, key="…")
         copies.follow(decision)
-        copies.offer(RequestCopy("/v1/chat/completions", body, user, facts))
+        copies.offer(RequestCopy("/v1/chat/completions", exchange.body_for, user, facts))
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class ShadowCopies:
         held = member.held
         try:
             async with asyncio.timeout(WITHIN_S):
-                facts = await self._ask(member, request, held.engine)
+                facts = await self._ask(member, request)
         except aiohttp.ClientConnectorError as error:
             raise DroppedCopy("no_replica") from error
         except (aiohttp.ClientError, TimeoutError):
@@ -167,14 +167,14 @@ class ShadowCopies:
             raise DroppedCopy("changed")
         return facts
 
-    async def _ask(self, member: TrackedReplica, request: RequestCopy, engine: str) -> AnswerFacts:
+    async def _ask(self, member: TrackedReplica, request: RequestCopy) -> AnswerFacts:
         clock = asyncio.get_running_loop().time
         began, first_s = clock(), 0.0
         reader, splitter, size, done = AnswerReader(), EventSplitter(), 0, False
         whole = bytearray()
         url = f"{member.replica.base_url}{request.path}"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-        body = for_engine(request.body, engine, chat=request.path.endswith("/chat/completions"))
+        body = request.body_for(member)
         async with self._session.post(
             url, data=body, headers=self._headers, timeout=timeout, allow_redirects=False
         ) as upstream:

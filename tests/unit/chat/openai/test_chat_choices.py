@@ -516,6 +516,14 @@ def test_a_call_cannot_be_forced_if_its_beginning_is_undefined(template):
         ("guided_json", {"type": "object"}, None),
         ("guided_regex", "a+", None),
         ("structured_outputs", {"json": {}}, None),
+        ("min_tokens", 2, 0),
+        ("ignore_eos", True, False),
+        ("bad_words", ["x"], []),
+        ("allowed_token_ids", [5], []),
+        ("stop_token_ids", [5], []),
+        ("use_beam_search", True, False),
+        ("typical_p", 0.9, 1),
+        ("logits_processors", ["x"], []),
     ],
 )
 def test_options_that_would_change_what_is_drawn_are_refused(name, value, neutral):

@@ -1,0 +1,394 @@
+"""One answer: a request goes to a replica, and its answer with a receipt to the client.
+
+::
+
+    body ─▶ the replica's own form ─▶ replica ─▶ chunks ─▶ `ClientView` ─▶ the client's form
+                                                   └▶ `AnswerReader` ─▶ receipt, row ─┘
+
+Text is passed on as it arrives; only what ends the answer waits for the receipt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from deltawire.display import safe_line
+from deltawire.errors import CorruptError, RetryError
+from deltawire.live.capture.guardrails import AnswerFacts
+from deltawire.live.feedback.client import RECEIPT_HEADER
+from deltawire.live.gateway.answer_ids import ANSWER_HEADER, AnswerIds
+from deltawire.live.gateway.answer_rows import ServedRequest
+from deltawire.live.gateway.engine_tokens import AnswerReader, ClientView
+from deltawire.live.gateway.events import DONE, EventSplitter, data_of
+from deltawire.live.gateway.model_names import ModelNames
+from deltawire.live.gateway.recorder import Recorder
+from deltawire.live.gateway.shadow import facts_of
+from deltawire.serving.app import (
+    REPLICAS,
+    WRITE_WITHIN_S,
+    Tries,
+    break_off,
+    call_replica,
+    headers_for,
+)
+from deltawire.serving.errors import SERVER_ERROR, error_answer, error_body
+from deltawire.serving.replica_set import TrackedReplica
+from deltawire.wire.captures import FAILED, LEFT, TIMED_OUT
+
+MAX_ANSWER_BYTES = 64 << 20
+AT_ONCE = 16 << 10
+"""A smaller piece goes into the empty buffer of a connection without waiting."""
+FAILURES = frozenset({408, 425, 429})
+"""Lower statuses by which a replica, or this server for it, does not answer what it could."""
+MOST_REASON = 1000
+"""Characters of a replica's own words on why it refuses a request."""
+
+
+class AnswerForm(Protocol):
+    """The form in which one client gets its answer. `Mapping`s are of a chat or a completion, as
+    the client may see them; ``member`` has the receipts."""
+
+    def whole(self, body: Mapping[str, Any], member: Mapping[str, Any]) -> bytes:
+        """Returns a whole answer."""
+        ...
+
+    def chunk(self, body: Mapping[str, Any]) -> bytes:
+        """Returns the events of a chunk before the last."""
+        ...
+
+    def end(self, held: Sequence[Mapping[str, Any]], member: Mapping[str, Any]) -> bytes:
+        """Returns the events of the chunks that waited for the receipts, and of the end."""
+        ...
+
+    def failed(self, message: str) -> bytes:
+        """Returns an event that takes the place of one that is no answer."""
+        ...
+
+
+class ChatForm:
+    """Chats and completions: chunks as they come, and the receipts in the last of them."""
+
+    def whole(self, body: Mapping[str, Any], member: Mapping[str, Any]) -> bytes:
+        """Returns a whole answer."""
+        return msgspec.json.encode({**body, "deltawire": member})
+
+    def chunk(self, body: Mapping[str, Any]) -> bytes:
+        """Returns the event of a chunk."""
+        return b"data: %s\n\n" % msgspec.json.encode(body)
+
+    def end(self, held: Sequence[Mapping[str, Any]], member: Mapping[str, Any]) -> bytes:
+        """Returns the last chunks, with the receipts in the last of them."""
+        rows = list(held)
+        if rows:
+            rows[-1] = {**rows[-1], "deltawire": member}
+        return b"".join(map(self.chunk, rows)) + b"data: %s\n\n" % DONE
+
+    def failed(self, message: str) -> bytes:
+        """Returns the event of an error."""
+        return b"data: %s\n\n" % error_body(500, message)
+
+
+class _ClientLeft(Exception):  # noqa: N818  (it names an event of a request)
+    """The client took no more of its answer."""
+
+
+class LiveExchange:
+    """Sends a request to a replica, and its answer with a receipt to the client.
+
+    Whatever becomes of the answer, one row says so: its end, the replica's failure, the client's
+    leaving, or that it was still under way when its outcome was due.
+    """
+
+    def __init__(
+        self,
+        served: ServedRequest,
+        recorder: Recorder,
+        ids: AnswerIds,
+        names: ModelNames,
+        form: AnswerForm,
+        *,
+        reveal: bool,
+    ) -> None:
+        self.name = ids.new()
+        self._ids = ids
+        self._names = names
+        self._form = form
+        asked = served.asked
+        self._shown = ClientView(
+            ids=asked.ids, logprobs=asked.logprobs, reveal=reveal, model=asked.given.get("model")
+        )
+        self._served = served
+        self._recorder = recorder
+        self._began = time.monotonic()
+        self._first_s = 0.0
+        self._has_row = False
+        self._was_tried = False
+        self._storing: asyncio.Future[list[str]] | None = None
+        self.finish = "whole"
+        """How the answer ended: ``whole``, or a word of `ENDED_EARLY`."""
+        self.facts: AnswerFacts | None = None
+        """The facts of the answer once it has ended, by its end or by the replica's failure."""
+
+    @property
+    def arm(self) -> str:
+        """The arm that the user is assigned to."""
+        return self._served.assignment.arm
+
+    @property
+    def first_s(self) -> float:
+        """The seconds until the first token; 0 before it."""
+        return self._first_s
+
+    def body_for(self, member: TrackedReplica) -> bytes:
+        """Returns the request as a replica takes it."""
+        asked, held = self._served.asked, member.held
+        model = self._names.name_at(member, str(asked.given.get("model") or ""))
+        engine = "" if held is None else held.engine
+        return asked.for_replica(capture=self._served.capture, engine=engine, model=model)
+
+    @contextlib.contextmanager
+    def due_after(self, seconds: float) -> Iterator[None]:
+        """Waits for the answer's end within this block; its outcome is due after so many
+        seconds. A block that is cancelled means that the client has left."""
+        timer = asyncio.get_running_loop().call_later(seconds, self._overdue)
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.end(LEFT, "the client left")
+            raise
+        finally:
+            timer.cancel()
+
+    def end(self, finish: str, reason: str) -> None:
+        """Stores that the answer did not come to its end, unless a row says already what became of
+        it."""
+        if not self._has_row:
+            self._has_row = True
+            self.finish = finish
+            waited_s = self._first_s or time.monotonic() - self._began
+            if finish == FAILED:
+                self.facts = AnswerFacts(finish=FAILED, first_s=waited_s)
+            self._recorder.ended(self._served, finish, reason, waited_s)
+
+    def _overdue(self) -> None:
+        """Judges an answer that is still under way. Its end may still be stored, and is no outcome
+        of the canary any more."""
+        served = self._served
+        if served.judged and not self._has_row:
+            waited_s = self._first_s or time.monotonic() - self._began
+            self._recorder.ended(served, TIMED_OUT, "no end when its outcome was due", waited_s)
+            assignment = served.assignment._replace(propensity=1.0, kept=0.0)
+            self._served = replace(served, assignment=assignment)
+
+    async def __call__(
+        self, request: web.Request, member: TrackedReplica, body: bytes, tries: Tries
+    ) -> web.StreamResponse:
+        """Sends the request to a replica, and its answer to the client."""
+        del body  # Each replica gets its own form of the request.
+        if self._was_tried and not self._served.retried:
+            self._served = replace(self._served, retried=True)
+        self._was_tried = True
+        answer: web.StreamResponse | None = None
+        replicas, held = request.app[REPLICAS], member.held
+        self._confirmed = lambda: replicas.confirm(member, held)
+        self._version = None if held is None else held.version
+        sent = self.body_for(member)
+        try:
+            stream = self._served.asked.stream
+            async with call_replica(request, member, sent, stream=stream) as (upstream, pieces):
+                headers = headers_for(request, member, upstream)
+                headers[ANSWER_HEADER] = self.name
+                if upstream.status >= SERVER_ERROR:
+                    tries.answered(member, upstream.status)
+                if upstream.status == 200 and "event-stream" in headers.get("Content-Type", ""):
+                    first = await anext(pieces, b"")
+                    answer = web.StreamResponse(headers=headers)
+                    await answer.prepare(request)
+                    await self._stream(request, first, pieces, answer)
+                else:
+                    answer = await self._whole(upstream, pieces, headers)
+                if upstream.status < SERVER_ERROR:
+                    tries.answered(member, upstream.status)
+                return answer
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ClientError, TimeoutError, CorruptError, _ClientLeft) as error:
+            # The replica's answer, not an object: the user's connection ends, and it is counted.
+            transport = request.transport
+            if isinstance(error, _ClientLeft) or transport is None or transport.is_closing():
+                self.end(LEFT, "the client left")
+            else:
+                tries.may_retry &= answer is None
+                tries.failed(member)
+                self._recorder.counts["broken"] += 1
+                self.end(FAILED, f"the replica failed: {type(error).__name__}")
+            return break_off(request, member, answer, error)
+
+    async def _receipts(self, reader: AnswerReader) -> list[str]:
+        self._has_row = True
+        self.facts = facts_of(reader, self._first_s)
+        self._storing = asyncio.ensure_future(
+            self._recorder.finish(
+                self._served,
+                reader,
+                version=self._version,
+                confirmed=self._confirmed,
+                first_s=self._first_s,
+            )
+        )
+        # A client that leaves now does not keep its answer from being stored.
+        receipts = await asyncio.shield(self._storing)
+        self._ids.ended(self.name, receipts)
+        return receipts
+
+    async def _whole(
+        self,
+        upstream: aiohttp.ClientResponse,
+        pieces: AsyncIterator[bytes],
+        headers: dict[str, str],
+    ) -> web.StreamResponse:
+        data = await _read_answer(pieces)
+        self._first_s = time.monotonic() - self._began
+        if upstream.status >= SERVER_ERROR or upstream.status in FAILURES:
+            self.end(FAILED, f"the replica failed: status {upstream.status}")
+        if upstream.status >= SERVER_ERROR and not self._shown.reveal:
+            # A replica's own words may name it, its version or the run.
+            return error_answer(upstream.status, RetryError("the replica failed"))
+        if upstream.status != 200:
+            body = error_body(upstream.status, _reason_in(data))
+            return web.Response(status=upstream.status, body=body, headers=headers)
+        found = _object_of(data)
+        if found is None:
+            raise CorruptError("the replica's answer is no object with choices")
+        reader = AnswerReader()
+        reader.read(found)
+        shown = self._shown.of(found) or found
+        receipts = await self._receipts(reader)
+        headers[RECEIPT_HEADER] = receipts[0]
+        return web.Response(body=self._form.whole(shown, self._member(receipts)), headers=headers)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        first: bytes,
+        pieces: AsyncIterator[bytes],
+        answer: web.StreamResponse,
+    ) -> None:
+        """Passes events on as they arrive; those that end the answer wait for the receipt."""
+        reader, splitter = AnswerReader(), EventSplitter()
+        held: list[Mapping[str, Any]] = []
+        ended = False
+        chunk = first
+        while chunk:
+            out: list[bytes] = []
+            for event in splitter.feed(chunk):
+                data = data_of(event)
+                if data == DONE:
+                    ended = True
+                    continue
+                if not data and event.startswith(b":"):
+                    out.append(event + b"\n\n")
+                body = _object_of(data) if data else None
+                if body is None:
+                    if b'"error"' in data:
+                        out.append(self._failure(data))
+                    continue
+                shown, final = self._read(reader, body)
+                if shown is None:
+                    continue
+                self._first_s = self._first_s or time.monotonic() - self._began
+                if final:
+                    held.append(shown)
+                else:
+                    out.append(self._form.chunk(shown))
+            if out:
+                await _write(request, answer, b"".join(out))
+            chunk = await anext(pieces, b"")
+        if not ended or splitter.rest.strip():
+            raise aiohttp.ClientPayloadError("the stream ended early")
+        receipts = await self._receipts(reader)
+        await _write(request, answer, self._form.end(held, self._member(receipts)))
+        await answer.write_eof()
+
+    def _read(
+        self, reader: AnswerReader, body: dict[str, Any]
+    ) -> tuple[dict[str, Any] | None, bool]:
+        """Reads a chunk; returns what the client gets of it, and whether it ends a choice."""
+        reader.read(body)
+        rows = body.get("choices") or ()
+        final = not rows or any(row.get("finish_reason") for row in rows)
+        return self._shown.of(body), final
+
+    def _failure(self, data: bytes) -> bytes:
+        """Returns the event that takes the place of a replica's error: its own words may name it,
+        its version or the run."""
+        return self._form.failed(_reason_in(data) if self._shown.reveal else "the replica failed")
+
+    def _member(self, receipts: list[str]) -> dict[str, Any]:
+        member: dict[str, Any] = {"receipt": receipts[0]}
+        if len(receipts) > 1:
+            member["receipts"] = receipts
+        if self._shown.reveal:
+            member["revealed"] = [self._recorder.revealed(text) for text in receipts]
+        return member
+
+
+EXCHANGE: ContextVar[LiveExchange | None] = ContextVar("deltawire_exchange", default=None)
+"""The exchange of the request that is being answered, for its metrics."""
+
+
+async def _write(request: web.Request, answer: web.StreamResponse, data: bytes) -> None:
+    transport = request.transport
+    if transport is not None and len(data) < AT_ONCE and not transport.get_write_buffer_size():
+        try:
+            await answer.write(data)  # The client took everything before: this does not wait.
+        except ConnectionError as error:
+            raise _ClientLeft from error
+        return
+    try:
+        async with asyncio.timeout(WRITE_WITHIN_S):
+            await answer.write(data)
+    except (TimeoutError, ConnectionError) as error:
+        raise _ClientLeft from error
+
+
+async def _read_answer(pieces: AsyncIterator[bytes]) -> bytes:
+    data = bytearray()
+    async for piece in pieces:
+        data += piece
+        if len(data) > MAX_ANSWER_BYTES:
+            raise CorruptError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(data)
+
+
+def _object_of(data: bytes) -> dict[str, Any] | None:
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    rows = found.get("choices")
+    return found if isinstance(rows, list) and all(isinstance(r, dict) for r in rows) else None
+
+
+def _reason_in(data: bytes) -> str:
+    """Returns a replica's words on why it did not answer, in one line."""
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        body = None
+    error = body.get("error", body) if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    reason = message if isinstance(message, str) and message else "the replica refused the request"
+    return safe_line(reason)[:MOST_REASON]
