@@ -36,11 +36,42 @@ UNDECIDED: Final = frozenset({"gate", "shadow", "canary", "hold"})
 """Verdicts after which a candidate is still to be decided."""
 
 
-class ServedVersion(msgspec.Struct, frozen=True):
-    """A version, and the digest of its weights."""
+UpstreamName = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9-]{0,31})?\Z")]
+"""The name that a gateway's operator gives to another provider's model; empty for none."""
 
-    version: Index
+
+class ServedVersion(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A version, and the digest of its weights.
+
+    Or an ``upstream``: another provider's model, of whose weights nothing is known. Its ``version``
+    is a negative number and its ``digest`` a hash, both of its name only, so that two upstreams
+    differ as two versions do.
+    """
+
+    version: Annotated[int, Meta(ge=-(1 << 32), le=1 << 48)]
     digest: Digest
+    upstream: UpstreamName = ""
+
+    @classmethod
+    def of_upstream(cls, name: str) -> ServedVersion:
+        """Returns the upstream of this name.
+
+        Example::
+
+            ServedVersion.of_upstream("openai").words  # "upstream openai"
+        """
+        digest = blake3(f"deltawire upstream\0{name}".encode()).digest(16)
+        return cls(-1 - int.from_bytes(digest[:4], "big") % (1 << 32), digest.hex(), name)
+
+    @property
+    def words(self) -> str:
+        """What people call it."""
+        return f"upstream {self.upstream}" if self.upstream else f"version {self.version}"
+
+    @property
+    def is_sound(self) -> bool:
+        """Returns whether number and digest are those of the upstream that is named, if any is."""
+        return self == self.of_upstream(self.upstream) if self.upstream else self.version >= 0
 
 
 class Decision(
@@ -147,7 +178,7 @@ class RestoreRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             found = msgspec.convert(values[RESTORE_RECORD], prepared(cls))
         except msgspec.ValidationError as error:
             raise CorruptError(f"metadata: {error}", run=run, version=version, key=key) from error
-        if not found.restored.version < found.first <= found.last < version:
+        if not 0 <= found.restored.version < found.first <= found.last < version:
             fault = "a version restores one that is not before those that it withdraws"
         elif odd := [name for name, _, _ in found.groups if not keys.valid_name(name)]:
             fault = f"{odd[0][:40]!r} is not the name of a worker"
@@ -179,6 +210,9 @@ class Assignment(NamedTuple):
 def fault_after(before: Decision | None, decision: Decision) -> str:
     """Returns why ``decision`` cannot follow the valid decision ``before``; empty if it can."""
     verdict, candidate = decision.verdict, decision.candidate
+    named = (decision.serving, candidate, decision.hold_back)
+    if not all(one.is_sound for one in named if one is not None):
+        return "a number that is not that of the upstream it names"
     if decision.copies and (verdict not in ("shadow", "hold") or decision.share):
         return "copies of requests outside a shadow"
     if decision.hold_back_share and decision.hold_back is None:

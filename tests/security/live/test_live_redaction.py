@@ -49,7 +49,7 @@ TYPED = {
     "a document": {"documents": [{"title": "t", "text": f"a\n{PLANTED}\nb"}]},
     "a document's key": {"documents": [{PLANTED: True}]},
     "a variable": {"chat_template_kwargs": {"persona": {"of": [PLANTED]}}},
-    "a member that is not known": {"something_new": {"deep": [[PLANTED]]}},
+    "a member that no template renders": {"mm_processor_kwargs": {"deep": [[PLANTED]]}},
 }  # fmt: skip
 SAID = {
     "reasoning_content": PLANTED,

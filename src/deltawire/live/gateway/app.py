@@ -213,7 +213,8 @@ class LiveCalls:
     async def _model(self, request: web.Request) -> web.StreamResponse:
         assert self._names is not None
         name = request.match_info["name"]
-        self._names.check(name)
+        if name not in {one["id"] for one in self._names.listed()}:
+            self._names.require(name)
         (model,) = self._names.listed()[:1]
         return json_answer({**model, "id": name})
 

@@ -98,15 +98,22 @@ class ModelNames:
             return next((one for one in names if one != ANY_NAME), self._run)
         if not isinstance(name, str):
             raise RequestError("model is not a text", code="invalid_type", param="model")
-        if names and ANY_NAME not in names and name not in names:
-            raise RequestError(
-                f"the model {name[:256]!r} does not exist",
-                hint=f"this server has {', '.join(map(repr, names[:8]))}",
-                status=404,
-                code="model_not_found",
-                param="model",
-            )
+        if names and name not in names:
+            self.require(name)
         return name
+
+    def require(self, name: str) -> None:
+        """Raises `RequestError` for a name that is not listed, unless every name is taken."""
+        if ANY_NAME in self._given:
+            return
+        listed = [one["id"] for one in self.listed()]
+        raise RequestError(
+            f"the model {name[:256]!r} does not exist",
+            hint=f"this server has {', '.join(map(repr, listed[:8]))}",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
 
     def name_at(self, member: TrackedReplica, name: str) -> str:
         """Returns what a replica calls the model that a client calls ``name``."""

@@ -286,7 +286,8 @@ def test_an_error_of_the_replica_is_passed_on_without_a_receipt(serve):
     async def scenario(at):
         at.fake.mode = "error"
         status, data, headers = await at.ask()
-        assert (status, json.loads(data)) == (400, {"error": {"message": "no"}})
+        error = {"message": "no", "type": "invalid_request_error", "param": None, "code": None}
+        assert (status, json.loads(data)) == (400, {"error": error})
         assert RECEIPT_HEADER not in headers
 
     serve(scenario)

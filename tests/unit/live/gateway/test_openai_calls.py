@@ -173,10 +173,8 @@ def test_options_reach_an_engine_that_honors_them_or_are_refused_by_name(serve, 
                 await ask(client, extra_body={name: value})
             assert (error.value.param, error.value.code) == (name, "unsupported_parameter")
 
-    class Named(replica, NamedReplica):
-        pass
-
-    serve(scenario, replica=Named)
+    named = {"models": NamedReplica.models, "listed": NamedReplica.listed}
+    serve(scenario, replica=type("Named", (replica,), named))
 
 
 @pytest.mark.parametrize(
