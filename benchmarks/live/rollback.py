@@ -37,6 +37,7 @@ class MirrorReplica:
 
     def __init__(self, name: str, bucket: Bucket, run: Run) -> None:
         self.name, self.base_url = name, f"http://{name}"
+        self.model = ""
         self.polls = 0
         self._bucket, self._run = bucket, run
         self._load(0)

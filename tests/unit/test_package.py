@@ -165,6 +165,7 @@ FLAGS = {
     | {
         "--key",
         "--secret",
+        "--model-name",
         "--capture-header",
         "--capture-users",
         "--capture-share",

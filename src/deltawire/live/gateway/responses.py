@@ -345,7 +345,7 @@ class ResponseForm:
         events: list[dict[str, Any]] = []
         if self._text is None:
             self._text = len(self._items)
-            item = {
+            item: dict[str, Any] = {
                 "id": f"msg_{secrets.token_hex(24)}",
                 "type": "message",
                 "role": "assistant",
@@ -372,7 +372,7 @@ class ResponseForm:
         events: list[dict[str, Any]] = []
         if index not in self._calls:
             self._calls[index] = len(self._items)
-            item = {
+            item: dict[str, Any] = {
                 "id": f"fc_{secrets.token_hex(24)}",
                 "type": "function_call",
                 "status": "in_progress",
