@@ -65,7 +65,7 @@ class ServedVersion(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def words(self) -> str:
-        """What people call it."""
+        """Returns its name for people."""
         return f"upstream {self.upstream}" if self.upstream else f"version {self.version}"
 
     @property
@@ -210,13 +210,8 @@ class Assignment(NamedTuple):
 def fault_after(before: Decision | None, decision: Decision) -> str:
     """Returns why ``decision`` cannot follow the valid decision ``before``; empty if it can."""
     verdict, candidate = decision.verdict, decision.candidate
-    named = (decision.serving, candidate, decision.hold_back)
-    if not all(one.is_sound for one in named if one is not None):
-        return "a number that is not that of the upstream it names"
-    if decision.copies and (verdict not in ("shadow", "hold") or decision.share):
-        return "copies of requests outside a shadow"
-    if decision.hold_back_share and decision.hold_back is None:
-        return "a share of users without a hold-back version"
+    if fault := _fault_within(decision):
+        return fault
     if before is None:
         return "" if verdict == "serve" else f"a series that begins with {verdict}"
     if verdict == "serve":
@@ -239,6 +234,18 @@ def fault_after(before: Decision | None, decision: Decision) -> str:
     if before.verdict not in UNDECIDED or candidate != before.candidate:
         return "no candidate to go on with"
     return _fault_between(before, decision)
+
+
+def _fault_within(decision: Decision) -> str:
+    """Returns why a decision contradicts itself."""
+    named = (decision.serving, decision.candidate, decision.hold_back)
+    if not all(one.is_sound for one in named if one is not None):
+        return "a number that is not that of the upstream it names"
+    if decision.copies and (decision.verdict not in ("shadow", "hold") or decision.share):
+        return "copies of requests outside a shadow"
+    if decision.hold_back_share and decision.hold_back is None:
+        return "a share of users without a hold-back version"
+    return ""
 
 
 def _fault_between(before: Decision, decision: Decision) -> str:
