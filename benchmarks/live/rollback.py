@@ -18,7 +18,7 @@ from deltawire import codec
 from deltawire.live.gateway.routing import ArmRouter
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.serving.contract import CacheReset
-from deltawire.serving.replica import HeldVersion
+from deltawire.serving.replica import HeldVersion, Replica
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.store import Bucket, open_bucket
 from deltawire.sync import load_mirror, read_manifest
@@ -32,12 +32,11 @@ VERSIONS = 4
 WITHIN_S = 120.0
 
 
-class MirrorReplica:
+class MirrorReplica(Replica):
     """A replica that holds a mirror; ``polls`` counts how often it was asked what it holds."""
 
     def __init__(self, name: str, bucket: Bucket, run: Run) -> None:
         self.name, self.base_url = name, f"http://{name}"
-        self.model = ""
         self.polls = 0
         self._bucket, self._run = bucket, run
         self._load(0)

@@ -15,8 +15,9 @@ from deltawire.live.capture.redaction import Redaction
 from deltawire.live.deployment_secret import DeploymentSecret, Generation, secret_text
 from deltawire.live.gateway.app import LiveCalls
 from deltawire.live.gateway.recorder import Recorder, RecorderOptions
+from deltawire.runtime.decision_log import DecisionLog
 from deltawire.serving import replica_set
-from deltawire.serving.app import TOKENS, build_app, build_runner
+from deltawire.serving.app import REPLICAS, TOKENS, build_app, build_runner
 from deltawire.serving.bodies import BODIES
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.serving.vllm import VllmReplica
@@ -191,7 +192,13 @@ class LiveGateway:
         self.bodies, self.tokens = app[BODIES], app[TOKENS]
         self.recorder, self.bucket = recorder, bucket
         self.fake = fakes[0]
-        self.names = calls._names
+        self.names, self.replicas = calls._names, app[REPLICAS]
+
+    def decision(self):
+        """The newest decision in the bucket."""
+        log = DecisionLog(self.bucket, self.replicas.run.id)
+        log.poll()
+        return log.newest
 
     def url(self, path):
         return f"http://127.0.0.1:{self.port}{path}"
@@ -260,7 +267,8 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
     defaults = options.pop("defaults", RequestDefaults())
     release = options.pop("release", None)
     hook = options.pop("hook", HOOK)
-    names = options.pop("model_names", ())
+    names, extra = options.pop("model_names", ()), options.pop("extra", None)
+    wait = options.pop("wait", True)
     options.setdefault("consent", ConsentRule(header=True))
     run = start_run(bucket)
     secret = options.pop("secret", None) or deployment_secret(bucket, run)
@@ -278,9 +286,10 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
         members = [
             VllmReplica(str(fake.server.make_url("/")), upstream, key="upstream") for fake in fakes
         ]
+        members += await extra(upstream) if extra else []
         members = ReplicaSet(bucket, run, members)
         app = build_app(
-            members, upstream, token=TOKEN, admin_token=ADMIN, upstream_key="upstream",
+            members, upstream, token=TOKEN, admin_token=ADMIN,
             limits=limits,
         )  # fmt: skip
         calls = LiveCalls(
@@ -292,7 +301,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
             async with asyncio.timeout(60):
-                while not members.ready:
+                while wait and not members.ready:
                     await asyncio.sleep(0.01)
             yield LiveGateway(client, runner.addresses[0][1], fakes, recorder, bucket, app, calls)
         finally:

@@ -29,10 +29,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--replica",
         action="append",
-        required=True,
+        default=[],
         metavar="URL",
         help="the URL of a vLLM or SGLang server; repeat it for several",
     )
+    _add_upstreams(parser)
     add_address(parser, port=8400)
     add_token_file(parser)
     parser.add_argument(
@@ -79,6 +80,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_trust(parser)
     _add_capture(parser)
     _add_feedback(parser)
+
+
+def _add_upstreams(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "upstreams", "models of other providers, which a decision may let serve users"
+    )
+    for name, metavar, what in (
+        ("--upstream", "NAME=URL", "any OpenAI-compatible endpoint, by the URL of its clients"),
+        ("--upstream-model", "NAME=MODEL", "its name for the model"),
+        (
+            "--upstream-key-file",
+            "NAME=FILE",
+            "holds its key (default: DELTAWIRE_UPSTREAM_KEY_NAME; none for a server without one)",
+        ),
+    ):
+        group.add_argument(name, action="append", default=[], metavar=metavar, help=what)
 
 
 def _add_capture(parser: argparse.ArgumentParser) -> None:
@@ -176,6 +193,9 @@ def run(arguments: argparse.Namespace) -> int:
         whole_answer_s=arguments.whole_answer_s,
         model=arguments.model,
         model_names=arguments.model_name,
+        upstreams=arguments.upstream,
+        upstream_models=arguments.upstream_model,
+        upstream_key_files=arguments.upstream_key_file,
         trust=trust_of(arguments),
         key=arguments.key,
         secret=arguments.secret,

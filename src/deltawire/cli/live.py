@@ -76,6 +76,12 @@ def _add_decision_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="promote this version, or roll back to it (default: the candidate's, or the previous)",
     )
+    parser.add_argument(
+        "--upstream",
+        default="",
+        metavar="NAME",
+        help="in place of a version: another provider's model, as gateways name it",
+    )
     parser.add_argument("--reason", default="", metavar="TEXT", help="recorded with the decision")
     parser.add_argument(
         "--by", default="", metavar="NAME", help="who decides (default: the user's login)"
@@ -144,6 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         trust=trust_of(arguments),
         key=arguments.key,
         version=arguments.version,
+        upstream=arguments.upstream,
         reason=arguments.reason,
         by=arguments.by,
     )
@@ -236,7 +243,8 @@ def _hold_back(found: dict[str, Any] | None) -> list[str]:
     """Returns what promotions add up to against the hold-back version, as lines."""
     if found is None:
         return []
-    name = f"hold-back version {found['version']}, kept by {found['share']:.1%} of users"
+    held = f"upstream {found['upstream']}" if found["upstream"] else f"version {found['version']}"
+    name = f"hold-back {held}, kept by {found['share']:.1%} of users"
     if found["returned"]:
         return [f"alarm: all users returned to {name}: versions since added up to a loss"]
     seen = found["comparison"]
@@ -254,6 +262,13 @@ def _hold_back(found: dict[str, Any] | None) -> list[str]:
     return lines
 
 
+def _named(served: dict[str, Any]) -> str:
+    """Returns what serves: a version, or another provider's model."""
+    if served["upstream"]:
+        return f"upstream {served['upstream']} (nothing attests its weights)"
+    return f"version {served['version']}"
+
+
 def _show(state: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(state))  # noqa: T201
@@ -261,8 +276,8 @@ def _show(state: dict[str, Any], *, as_json: bool) -> None:
     serving, candidate = state["serving"], state["candidate"]
     print(  # noqa: T201
         f"{state['state']}: "
-        + (f"version {serving['version']} serves" if serving else "no version serves by decision")
-        + (f", candidate {candidate['version']} at {state['share']:g}" if candidate else "")
+        + (f"{_named(serving)} serves" if serving else "no version serves by decision")
+        + (f", candidate {_named(candidate)} at {state['share']:g}" if candidate else "")
     )
     operator = state["operator"]
     if operator["mode"] != "running":

@@ -132,14 +132,32 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The version that served when all users were returned to the hold-back version, since versions
     had added up to a loss; null if that was not decided since a candidate was last promoted."""
 
+    upstream: str = ""
+    """The other provider whose model serves, in place of the version, which is a negative number
+    then; likewise for the candidate and the hold-back version."""
+    candidate_upstream: str = ""
+    hold_back_upstream: str = ""
+
+    @property
+    def _candidate(self) -> str:
+        if self.candidate_upstream:
+            return f"candidate upstream {self.candidate_upstream}"
+        return f"candidate {self.candidate}"
+
+    @staticmethod
+    def _name(version: int, upstream: str) -> str:
+        return f"upstream {upstream}" if upstream else f"version {version}"
+
     @property
     def words(self) -> str:
         """Returns the state in one sentence."""
-        found = f"version {self.serving} serves"
+        found = f"{self._name(self.serving, self.upstream)} serves"
+        if self.upstream:
+            found += " (another provider's model: nothing attests its weights)"
         if self.restores is not None:
             found += f" with the weights of version {self.restores}"
         if self.candidate is not None and self.verdict != "rollback":
-            found += f", candidate {self.candidate} "
+            found += f", {self._candidate} "
             if self.copies:
                 found += f"on copies of {self.copies:.0%} of requests"
             else:
@@ -151,7 +169,8 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
             found += f" (candidate {self.figures.version}: {self.figures.words})"
         if self.hold_back is not None and self.hold_back_difference is not None:
             found += (
-                f"; against hold-back version {self.hold_back} {self.hold_back_difference:+.3f} "
+                f"; against hold-back {self._name(self.hold_back, self.hold_back_upstream)} "
+                f"{self.hold_back_difference:+.3f} "
                 f"({self.hold_back_low or 0:+.3f} to {self.hold_back_high or 0:+.3f})"
             )
         return found
@@ -171,6 +190,9 @@ def release_of(log: DecisionLog) -> ReleaseStatus | None:
         serving=newest.serving.version,
         digest=newest.serving.digest,
         candidate=None if newest.candidate is None else newest.candidate.version,
+        upstream=newest.serving.upstream,
+        candidate_upstream="" if newest.candidate is None else newest.candidate.upstream,
+        hold_back_upstream="" if newest.hold_back is None else newest.hold_back.upstream,
         share=newest.share,
         copies=newest.copies,
         waits_for=newest.waits_for,

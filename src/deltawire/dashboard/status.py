@@ -57,6 +57,7 @@ READERS = 16
 MAX_PROCESSES = 4096
 MAX_STATUS_OBJECT_BYTES = 16 << 20
 MAX_GATEWAY_BYTES = 1 << 20
+MAX_GATEWAYS = 256
 FRESH_S = 60.0
 """A stored status that is older, by this machine's clock, is not shown."""
 MAX_STREAMS_NAMED = 12
@@ -203,6 +204,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     gateways: dict[str, float] = {}
     """Totals of the counters of the run's gateways, and the mean rates of their detectors; empty
     without a gateway."""
+    upstreams: dict[str, str] = {}
+    """The models of other providers that gateways can ask, by the upstream's name; nothing attests
+    them."""
     release: ReleaseStatus | None = None
     """Which version serves live users, and who decided it; null without decisions."""
     sampled_episodes: int = 0
@@ -343,6 +347,7 @@ class Watch:
     ) -> RunStatus:
         workers = [beat.worker for beat in beats.values() if beat.worker]
         tokens = sum(one.tokens for one in workers)
+        gateways = _attempt(lambda: read_gateways(self._bucket), problems) or []
         return RunStatus(
             **_measured(state, config),
             name=run.name,
@@ -372,22 +377,30 @@ class Watch:
             alarm=_no_progress(state),
             forecast=state.newest_forecast,
             controlled=state.newest_decision,
-            gateways=_attempt(lambda: gateway_totals(self._bucket), problems) or {},
+            gateways=gateway_totals(gateways),
+            upstreams={name: model for one in gateways for name, model in one.upstreams.items()},
             release=self._release(run),
             readers=readers,
         )
 
 
-def gateway_totals(bucket: Bucket) -> dict[str, float]:
-    """Returns the sums of the counters of all gateways of a run, and the means of the rates of
-    their detectors, by name; raises `RetryError` and `CorruptError`."""
+def read_gateways(bucket: Bucket) -> list[GatewayState]:
+    """Returns the states of a run's gateways, ended ones too; raises `RetryError` and
+    `CorruptError`."""
+    found = []
+    for key in bucket.list(keys.LIVE_GATEWAYS)[:MAX_GATEWAYS]:
+        data = bucket.get(key, limit=MAX_GATEWAY_BYTES)
+        if data is not None:
+            found.append(decode_json(data, GatewayState, run=bucket.url, key=key))
+    return found
+
+
+def gateway_totals(gateways: Sequence[GatewayState]) -> dict[str, float]:
+    """Returns the sums of the counters of gateways, and the means of the rates of their detectors,
+    by name."""
     totals: dict[str, float] = {}
     rates: dict[str, list[float]] = {}
-    for key in bucket.list(keys.LIVE_GATEWAYS):
-        data = bucket.get(key, limit=MAX_GATEWAY_BYTES)
-        if data is None:
-            continue
-        found = decode_json(data, GatewayState, run=bucket.url, key=key)
+    for found in gateways:
         for name, count in found.counts.items():
             totals[name] = totals.get(name, 0.0) + count
         for name, rate in found.rates.items():

@@ -27,6 +27,7 @@ from deltawire.launch.live_secret import SecretPlace
 from deltawire.launch.role_keys import read_signer
 from deltawire.launch.server_logs import configure_logs
 from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, read_token
+from deltawire.launch.upstreams import UpstreamPlace, read_upstreams
 from deltawire.live.capture.consent import ConsentRule, read_users
 from deltawire.live.capture.redaction import Redaction, load_redact
 from deltawire.live.deployment_secret import DeploymentSecret
@@ -78,6 +79,9 @@ class GatewayOptions:
     whole_answer_s: float = 600.0
     model: str = ""
     model_names: Sequence[str] = ()
+    upstreams: Sequence[str] = ()
+    upstream_models: Sequence[str] = ()
+    upstream_key_files: Sequence[str] = ()
     trust: ReaderTrust = ANY
     key: str = ""
     secret: str = ""
@@ -112,6 +116,11 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
                 f"--replica {urlsplit(url).hostname}: the URL contains credentials",
                 hint=f"put the replicas' key into {REPLICA_KEY_VARIABLE}",
             )
+    upstreams = read_upstreams(
+        options.upstreams, options.upstream_models, options.upstream_key_files
+    )
+    if not options.replicas and not upstreams:
+        raise InputError("a gateway needs a server", hint="give --replica URL, or --upstream")
     check_port(options.port)
     check_origins(options.cors_origins)
     if any(not 0 < len(name) <= MOST_NAME for name in options.model_names):
@@ -134,7 +143,7 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
     with locked(folder):
         _refuse_an_older_key(bucket, folder, secret)
         calls = _live_calls(options, bucket, run, folder, secret, lambda: place.read(bucket, run))
-        asyncio.run(_serve(options, bucket, run, (token, admin), calls, console))
+        asyncio.run(_serve(options, upstreams, bucket, run, (token, admin), calls, console))
 
 
 def _state_folder(options: GatewayOptions, run: Run) -> Path:
@@ -227,6 +236,7 @@ def _is_http(url: str) -> bool:
 
 async def _serve(
     options: GatewayOptions,
+    upstreams: Sequence[UpstreamPlace],
     bucket: Bucket,
     run: Run,
     tokens: tuple[str, str],
@@ -238,6 +248,7 @@ async def _serve(
     from deltawire.serving.app import CallLimits, build_app, build_runner
     from deltawire.serving.cors import add_cors
     from deltawire.serving.request_ids import HEADER
+    from deltawire.serving.upstream import OpenAIUpstream
     from deltawire.serving.vllm import VllmReplica
 
     stopping = asyncio.Event()
@@ -250,7 +261,13 @@ async def _serve(
         replicas = ReplicaSet(
             bucket,
             run,
-            [VllmReplica(url, session, key=key) for url in options.replicas],
+            [
+                *(VllmReplica(url, session, key=key) for url in options.replicas),
+                *(
+                    OpenAIUpstream(one.name, one.url, session, model=one.model, key=one.key)
+                    for one in upstreams
+                ),
+            ],
             transition=options.transition,
             drain_s=options.drain_s,
         )
@@ -259,7 +276,6 @@ async def _serve(
             session,
             token=tokens[0],
             admin_token=tokens[1],
-            upstream_key=key,
             upstream_model=options.model,
             limits=CallLimits(
                 first_s=options.first_token_s,
@@ -341,6 +357,10 @@ def _lines(state: ReplicaSetState) -> dict[str, str]:
     lines = {}
     for replica in state.replicas:
         loading = replica.loading_state
+        if replica.upstream:
+            words = "answers, nothing attests its weights" if replica.readiness else loading.stage
+            lines[replica.name] = words + (f": {loading.message}" if loading.message else "")
+            continue
         words = [replica.current_snapshot_identity or "no snapshot", loading.stage]
         if loading.stage == "loading" and loading.target_snapshot_identity:
             words.append(loading.target_snapshot_identity)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import math
+import re
 import sys
 import threading
 import time
@@ -64,6 +65,8 @@ EVALUATOR_SILENT_S = 60.0
 UNDECIDED_CODE, HELD_CODE, ROLLED_BACK_CODE = 10, 11, 12
 """Exit codes of ``status`` and ``decide --once``; 0 if a version serves and nothing is open."""
 
+UPSTREAM_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}\Z")
+
 Action = Literal["status", "plan", "decide", "promote", "hold", "rollback"]
 
 
@@ -80,6 +83,8 @@ class ReleaseOptions:
     gate_timeout_s: float = 3600.0
     key: str = ""
     version: int | None = None
+    upstream: str = ""
+    """Another provider's model, in place of a version."""
     reason: str = ""
     by: str = ""
 
@@ -231,10 +236,26 @@ class Releaser:
             self._digests[version] = manifest.digest
         return ServedVersion(version, self._digests[version])
 
+    def target(self, version: int | None, upstream: str) -> ServedVersion | None:
+        """Returns the version or upstream that a person names; None without either. Raises
+        `InputError` for both, for a name that is none, and for a version that is not there."""
+        if not upstream:
+            return None if version is None else self.served(version)
+        if version is not None:
+            raise InputError("give --version or --upstream, not both")
+        if not UPSTREAM_NAME.match(upstream):
+            raise InputError(
+                f"{upstream[:64]!r} is no name of an upstream",
+                hint="1 to 32 small letters, digits and hyphens, as in the gateway's --upstream",
+            )
+        return ServedVersion.of_upstream(upstream)
+
     def _restored(self) -> ServedVersion | None:
         """Returns the version in which the trainer followed the newest decision, a rollback."""
         decision = self.log.newest
         if decision is None or decision.verdict != "rollback" or decision.candidate is None:
+            return None
+        if decision.serving.upstream or decision.candidate.upstream:
             return None
         number, after = self._searched
         if number != decision.number:
@@ -258,7 +279,10 @@ class Releaser:
             return False
         if FORGETS in decision.evidence:
             return True
-        if not self._restores:
+        of_upstream = decision.serving.upstream or (
+            decision.candidate is not None and decision.candidate.upstream
+        )
+        if not self._restores or of_upstream:
             return False
         trainer = known_trainer(self._bucket)
         return trainer is not None and trainer.phase != "finished"
@@ -268,7 +292,11 @@ class Releaser:
             return {}
         if self.gate is not None:
             decision = self.log.newest
-            if decision is not None and decision.candidate and decision.verdict in UNDECIDED:
+            candidate = None if decision is None else decision.candidate
+            measurable = candidate is not None and not candidate.upstream
+            if decision is None or decision.serving.upstream or decision.verdict not in UNDECIDED:
+                measurable = False
+            if measurable and decision is not None and decision.candidate is not None:
                 self.gate.poll(decision.serving, decision.candidate)
             return self._with_restores(self.gate.scores())
         scores: dict[int, Mapping[str, SetScore]] = {
@@ -351,7 +379,7 @@ def take_decision(location: str, action: Action, options: ReleaseOptions) -> dic
     """
     assert action in ("promote", "hold", "rollback")
     releaser = open_releaser(location, options, writes=True)
-    target = None if options.version is None else releaser.served(options.version)
+    target = releaser.target(options.version, options.upstream)
     decision = decide_by_hand(
         releaser.log,
         action,
@@ -494,9 +522,9 @@ def exit_code(state: dict[str, Any]) -> int:
 def line_of(decision: Decision) -> str:
     """Returns a decision as one line for people."""
     number = f"{time_of(decision.at)} {decision.number}"
-    words = [f"{number}: {decision.verdict}", f"version {decision.serving.version} serves"]
+    words = [f"{number}: {decision.verdict}", f"{decision.serving.words} serves"]
     if decision.candidate is not None:
-        words.append(f"candidate {decision.candidate.version}")
+        words.append(f"candidate {decision.candidate.words}")
     if decision.share:
         words.append(f"share {decision.share:g}")
     if decision.copies:
@@ -524,7 +552,8 @@ def _hold_back_row(releaser: Releaser, now: float) -> dict[str, Any] | None:
     if newest is None or newest.hold_back is None:
         return None
     row: dict[str, Any] = {
-        "version": newest.hold_back.version,
+        "version": None if newest.hold_back.upstream else newest.hold_back.version,
+        "upstream": newest.hold_back.upstream,
         "share": newest.hold_back_share,
         "returned": DECAYED in newest.evidence,
         "comparison": None,
@@ -567,15 +596,26 @@ def _test_row(one: DifferenceFinding) -> dict[str, Any]:
 
 
 def _version(one: ServedVersion | None) -> dict[str, Any] | None:
-    return None if one is None else {"version": one.version, "digest": one.digest}
+    if one is None:
+        return None
+    return {
+        "version": None if one.upstream else one.version,
+        "digest": "" if one.upstream else one.digest,
+        "upstream": one.upstream,
+        "attested": not one.upstream,
+    }
 
 
 def _row(one: Decision) -> dict[str, Any]:
     return {
         "number": one.number,
         "verdict": one.verdict,
-        "serving": one.serving.version,
-        "candidate": None if one.candidate is None else one.candidate.version,
+        "serving": None if one.serving.upstream else one.serving.version,
+        "serving_upstream": one.serving.upstream,
+        "candidate": None
+        if one.candidate is None or one.candidate.upstream
+        else one.candidate.version,
+        "candidate_upstream": "" if one.candidate is None else one.candidate.upstream,
         "share": one.share,
         "copies": one.copies,
         "waits_for": one.waits_for,

@@ -17,9 +17,9 @@ def begin_canary(location: str, share: float, options: ReleaseOptions) -> dict[s
     """Shows a version to a share of users, and returns the state after it; raises as
     `canary_by_hand`."""
     releaser = open_releaser(location, options, writes=True)
-    if options.version is None:
-        raise InputError("a canary needs a version", hint="give --version N")
-    target = releaser.served(options.version)
+    target = releaser.target(options.version, options.upstream)
+    if target is None:
+        raise InputError("a canary needs a version", hint="give --version N or --upstream NAME")
     for _ in range(CANARY_ATTEMPTS):  # A process may decide in between.
         decision = canary_by_hand(
             releaser.log,

@@ -76,7 +76,6 @@ RETURNED_HEADERS = ("Content-Type", "Cache-Control")
 
 REPLICAS = web.AppKey("replicas", ReplicaSet)
 SESSION = web.AppKey("session", aiohttp.ClientSession)
-KEY = web.AppKey("key", str)
 MODEL = web.AppKey("model", str)
 
 
@@ -201,16 +200,15 @@ def build_app(
     *,
     token: str,
     admin_token: str,
-    upstream_key: str = "",
     upstream_model: str = "",
     limits: CallLimits | None = None,
 ) -> web.Application:
     """Builds the application for ``replicas``, which it starts and closes; serve it with
     `build_runner`.
 
-    ``token`` permits sampling, ``admin_token`` everything. ``session`` reaches the replicas with
-    ``upstream_key``. ``upstream_model`` replaces each request's ``model``, so that clients may name
-    a deployment as at the hosted services.
+    ``token`` permits sampling, ``admin_token`` everything. ``session`` reaches the
+    replicas. ``upstream_model`` replaces each request's ``model``, so that clients may name a
+    deployment as at the hosted services.
     """
     app = web.Application(
         middlewares=[name_request, give_back_bodies, answer_errors, _check_bearer]
@@ -219,7 +217,7 @@ def build_app(
     app[BODIES] = BodyBudget(BODIES_BYTES)
     app[REPLICAS], app[SESSION], app[LIMITS] = replicas, session, limits or CallLimits()
     app[TOKENS] = Tokens(token, admin_token)
-    app[KEY], app[MODEL], app[ANSWER] = upstream_key, upstream_model, _proxy
+    app[MODEL], app[ANSWER] = upstream_model, _proxy
     app[LIST] = _proxy
     app[WARNINGS] = list
     app.router.add_post("/hot_load/v1/models/hot_load", _hot_load)
@@ -429,13 +427,12 @@ async def call_replica(
     headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
     headers["Accept-Encoding"] = "identity"
     headers[HEADER] = REQUEST_ID.get()
-    if app[KEY]:
-        headers["Authorization"] = f"Bearer {app[KEY]}"
+    headers |= member.replica.headers
     async with asyncio.timeout_at(deadline):
         upstream = await app[SESSION].request(
             request.method,
-            f"{member.replica.base_url}{path_of(request)}",
-            params=request.query,
+            member.replica.url(path_of(request)),
+            params=None if member.replica.upstream else request.query,
             data=body or None,
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_s),

@@ -77,6 +77,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     loading_state: LoadingState
     loaded_adapters: list[Any] = []
     digest: str = ""
+    upstream: str = ""
+    """The name of another provider's model, of which nothing is attested; empty for the run's."""
 
 
 class ReplicaSetState(msgspec.Struct, frozen=True, kw_only=True):

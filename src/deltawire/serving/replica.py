@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+from deltawire.errors import BugError
 from deltawire.serving.contract import CacheReset
 
 
@@ -18,33 +19,34 @@ class HeldVersion:
     engine: str = ""
 
 
-class Replica(Protocol):
+class Replica:
     """One engine, of any number of ranks, behind one base URL.
+
+    ``name`` is unique among the replicas, ``base_url`` is without ``/v1``. ``model`` is its name
+    for the model, where the operator states it; empty to ask it. ``upstream`` is the name of
+    another provider's model; empty for the run's own. ``headers`` authorize a call, and
+    ``poll_every_s`` is how often it is asked what it holds, 0 for the usual.
 
     Both calls raise `RetryError` if the replica does not answer, and another `DeltawireError` if
     it answers that it cannot.
     """
 
-    @property
-    def name(self) -> str:
-        """A name that is unique among the replicas."""
-        ...
+    name: str
+    base_url: str
+    model: str = ""
+    upstream: str = ""
+    headers: Mapping[str, str] = {}
+    poll_every_s: float = 0.0
 
-    @property
-    def base_url(self) -> str:
-        """The URL of its OpenAI-compatible endpoints, without ``/v1``."""
-        ...
-
-    @property
-    def model(self) -> str:
-        """Its name for the model, where the operator states it; empty to ask it."""
-        ...
+    def url(self, path: str) -> str:
+        """Returns the URL of a path such as ``/v1/chat/completions``."""
+        return f"{self.base_url}{path}"
 
     async def held(self) -> HeldVersion:
         """Returns what it serves now."""
-        ...
+        raise NotImplementedError
 
     async def load(self, version: int, *, cache: CacheReset) -> HeldVersion:
         """Prepares ``version`` while serving, swaps and attests, then returns. The replica decides
         about requests in flight. After an error it still serves its old version."""
-        ...
+        raise BugError(f"replica {self.name} cannot load version {version} ({cache})")

@@ -60,17 +60,17 @@ LOAD_FACTOR = 1.25
 LEAST_LOAD = 8
 """A replica takes requests by session while it has fewer than `LOAD_FACTOR` times the mean, or
 `LEAST_LOAD`. Source: Mirrokni et al. 2016, *Consistent hashing with bounded loads*."""
-LEAST_WITH_HOLD_BACK = 3
-"""So many replicas can hold the serving version, a candidate and a hold-back version."""
 
 
 @dataclass(frozen=True)
 class TargetVersion:
-    """The version that replicas must hold, with the digest from its manifest."""
+    """The version that replicas must hold, with the digest from its manifest; or an ``upstream``,
+    which no replica loads."""
 
     version: int
     digest: str
     cache: CacheReset
+    upstream: str = ""
 
 
 @dataclass
@@ -186,7 +186,8 @@ class ReplicaSet:
         for name in list(self.ledger)[:-MAX_LEDGER]:
             del self.ledger[name]
         for member in self._members:
-            self._want(member, self.wanted)
+            if not member.replica.upstream:
+                self._want(member, self.wanted)
         return self.state()
 
     def _want(self, member: TrackedReplica, wanted: TargetVersion) -> None:
@@ -213,7 +214,7 @@ class ReplicaSet:
         Raises `CorruptError` if a version's manifest does not have the digest that is wanted.
         """
         for wanted in (serving, candidate, hold_back):
-            if wanted is None:
+            if wanted is None or wanted.upstream:
                 continue
             digest = await asyncio.to_thread(self._digest_of, wanted.version)
             if digest != wanted.digest:
@@ -224,17 +225,24 @@ class ReplicaSet:
                     version=wanted.version,
                 )
         self.aimed, self.wanted = True, serving
-        ranked = sorted(self._members, key=lambda m: blake3(m.replica.name.encode()).digest())
+        own = [m for m in self._members if not m.replica.upstream]
+        ranked = sorted(own, key=lambda m: blake3(m.replica.name.encode()).digest())
+        serves = 0 if serving.upstream else 1  # Replicas that the serving version needs.
+        shows = int(candidate is not None and not candidate.upstream and bool(share))
         count = held = 0
-        if hold_back is not None and len(ranked) >= LEAST_WITH_HOLD_BACK:
-            held = min(max(round(hold_back_share * len(ranked)), 1), len(ranked) - 2)
-        if candidate is not None and share:
-            count = min(max(round(share * len(ranked)), 1), len(ranked) - held - 1)
+        if hold_back is not None and not hold_back.upstream and len(ranked) > serves + 1:
+            most = max(len(ranked) - serves - 1, 1)
+            held = min(max(round(hold_back_share * len(ranked)), 1), most)
+        if candidate is not None and shows:
+            count = min(max(round(share * len(ranked)), 1), len(ranked) - held - serves)
+            if not serves:  # Nothing else is wanted of these replicas.
+                count = len(ranked) - held
         for place, member in enumerate(ranked):
             chosen = candidate if candidate is not None and place < count else serving
             if hold_back is not None and place >= len(ranked) - held:
                 chosen = hold_back
-            self._want(member, chosen)
+            if not chosen.upstream:  # Otherwise it keeps what it has.
+                self._want(member, chosen)
 
     def serves(self, version: int) -> bool:
         """Returns whether a replica that takes requests holds a version by its own statement."""
@@ -285,7 +293,7 @@ class ReplicaSet:
         any replica may come, as for a first try.
         """
         now = time.monotonic()
-        open_ = [m for m in self._members if m.held is not None and not m.draining]
+        open_ = [m for m in self._open() if self._may_answer(m, version)]
         pools = [[m for m in open_ if m not in without]]
         if version is not None:
             serving = version if self.wanted is None else self.wanted.version
@@ -307,6 +315,22 @@ class ReplicaSet:
                 key=lambda m: blake3(f"{m.replica.name}\0{session}".encode()).digest(),
             )
         return min(chosen, key=lambda member: member.requests)
+
+    def _open(self) -> list[TrackedReplica]:
+        return [m for m in self._members if m.held is not None and not m.draining]
+
+    def _may_answer(self, member: TrackedReplica, version: int | None) -> bool:
+        """Returns whether a replica may answer for a version at all. An upstream answers only where
+        a decision names it, or before the first one, if the gateway has any; the run's replicas do
+        not answer for an upstream, other than those of a candidate."""
+        assert member.held is not None
+        own = not member.replica.upstream
+        if self.wanted is None:
+            first = next((m for m in self._members if m.replica.upstream), None)
+            return first is None or (first is member if version is None else own)
+        if own and not self.wanted.upstream:
+            return True
+        return member.held.version in (version, self.wanted.version)
 
     def report(self, member: TrackedReplica, *, ok: bool) -> None:
         """Counts how a request to a replica ended. After `FAILURES` in a row the replica is left
@@ -357,12 +381,16 @@ class ReplicaSet:
 
     def identity_at(self, member: TrackedReplica) -> str:
         """Returns the snapshot that a replica was last seen to hold."""
+        if member.replica.upstream:
+            return member.replica.name
         return "" if member.held is None else snapshot_identity(self.run, member.held.version)
 
     def _is_ready(self, member: TrackedReplica) -> bool:
         held, wanted = member.held, member.wanted
         if held is None or member.draining:
             return False
+        if member.replica.upstream:
+            return True
         if wanted is None:
             return self._digests.get(held.version) == held.digest
         return (held.version, held.digest) == (wanted.version, wanted.digest)
@@ -382,6 +410,7 @@ class ReplicaSet:
                 message,
             ),
             digest=held.digest if held else "",
+            upstream=member.replica.upstream,
         )
 
     def _digest_of(self, version: int) -> str | None:
@@ -398,7 +427,7 @@ class ReplicaSet:
             wanted = member.wanted
             try:
                 await self._reconcile(member, wanted)
-                pause_s = POLL_EVERY_S
+                pause_s = member.replica.poll_every_s or POLL_EVERY_S
             except RetryError as error:
                 member.held, member.stage, member.message = None, "pending", error.message
                 pause_s = POLL_EVERY_S
@@ -421,6 +450,9 @@ class ReplicaSet:
     async def _reconcile(self, member: TrackedReplica, wanted: TargetVersion | None) -> None:
         """Polls a replica, and loads the wanted version if it holds another."""
         held = await member.replica.held()
+        if member.replica.upstream:
+            member.held, member.stage, member.message = held, "ready", ""
+            return
         if held.version not in self._digests:
             with contextlib.suppress(RetryError):  # An outage of the bucket stops no answers.
                 await asyncio.to_thread(self._digest_of, held.version)

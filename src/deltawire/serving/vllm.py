@@ -17,7 +17,7 @@ from deltawire.engines.following.engine_client import (
 from deltawire.errors import CorruptError, ResyncError, RetryError
 from deltawire.serving.contract import CacheReset
 from deltawire.serving.http_answers import read_limited
-from deltawire.serving.replica import HeldVersion
+from deltawire.serving.replica import HeldVersion, Replica
 from deltawire.wire.objects import prepared
 
 POLL_EVERY_S = 0.05
@@ -25,7 +25,7 @@ ANSWER_WITHIN_S = 30.0
 LOAD_WITHIN_S = 3600.0
 
 
-class VllmReplica:
+class VllmReplica(Replica):
     """Calls the ``/collective_rpc`` of a vLLM that was started with ``VLLM_SERVER_DEV_MODE=1`` and
     ``--additional-config '{"deltawire": {"follow": false, …}}'``, or of an SGLang with
     ``DELTAWIRE_FOLLOW='{"follow": false, …}'``.
@@ -34,25 +34,11 @@ class VllmReplica:
     """
 
     def __init__(self, base_url: str, session: aiohttp.ClientSession, *, key: str = "") -> None:
-        self._base_url = base_url.rstrip("/")
+        self.base_url = base_url.rstrip("/")
+        parts = urlsplit(self.base_url)
+        self.name = parts.netloc.rpartition("@")[2] + parts.path
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session = session
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-
-    @property
-    def name(self) -> str:
-        """The host and port of its URL."""
-        parts = urlsplit(self._base_url)
-        return parts.netloc.rpartition("@")[2] + parts.path
-
-    @property
-    def base_url(self) -> str:
-        """The URL of its OpenAI-compatible endpoints."""
-        return self._base_url
-
-    @property
-    def model(self) -> str:
-        """Empty: it lists the names of its model."""
-        return ""
 
     async def held(self) -> HeldVersion:
         """Returns the version that all its ranks serve, and the digest that they attested."""
@@ -91,9 +77,9 @@ class VllmReplica:
     async def _call(self, method: str, *arguments: Any) -> EngineStatus:
         try:
             async with self._session.post(
-                f"{self._base_url}/collective_rpc",
+                f"{self.base_url}/collective_rpc",
                 json={"method": method, "args": [str(argument) for argument in arguments]},
-                headers=self._headers,
+                headers=self.headers,
                 timeout=aiohttp.ClientTimeout(total=ANSWER_WITHIN_S),
                 allow_redirects=False,
             ) as response:

@@ -16,6 +16,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from deltawire.errors import CorruptError
+from deltawire.wire.decisions import UpstreamName
 from deltawire.wire.live_secret import MAX_GENERATIONS, Fingerprint
 from deltawire.wire.objects import FORMAT, decode_packed, encode_packed, prepared
 from deltawire.wire.receipts import MAX_SPANS, Arm, Pseudonym, Span
@@ -94,6 +95,8 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: bytes = b""
     retried: bool = False
     """A replica failed to answer, and another one got the request."""
+    upstream: UpstreamName = ""
+    """The other provider whose model answered; empty for a version of the run."""
 
     @property
     def asked_at(self) -> float:
@@ -225,6 +228,9 @@ class GatewayState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     shadow: ShadowCounts | None = None
     uploaded_until: float | None = None
     ended: bool = False
+    upstreams: Annotated[dict[str, _Name], Meta(max_length=64)] = {}
+    """The models of other providers that it can ask, by the upstream's name; nothing attests
+    them."""
 
 
 class _RowSegment(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ async def serve_users(bucket, folder):
         members = ReplicaSet(
             bucket, run, [VllmReplica(str(server.make_url("/")), session, key=UPSTREAM)]
         )
-        app = build_app(members, session, token=TOKEN, admin_token=ADMIN, upstream_key=UPSTREAM)
+        app = build_app(members, session, token=TOKEN, admin_token=ADMIN)
         LiveCalls(recorder, RequestDefaults.of(config), release=config.live.release).add_to(app)
         gateway = TestServer(app)
         await gateway.start_server()

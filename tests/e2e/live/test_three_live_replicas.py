@@ -83,7 +83,7 @@ async def served(bucket, folder):
             RecorderOptions(consent=ConsentRule(share=1.0)),
         )  # fmt: skip
         members = ReplicaSet(bucket, run, replicas)
-        app = build_app(members, session, token=TOKEN, admin_token=ADMIN, upstream_key=UPSTREAM)
+        app = build_app(members, session, token=TOKEN, admin_token=ADMIN)
         LiveCalls(recorder, RequestDefaults.of(config), release=config.live.release).add_to(app)
         gateway = TestServer(app)
         await gateway.start_server()

@@ -66,7 +66,7 @@ async def serving(bucket, monkeypatch):
         await fake.server.start_server()
         replica = VllmReplica(str(fake.server.make_url("/")), upstream, key="upstream")
         replicas = ReplicaSet(bucket, run, [replica])
-        app = build_app(replicas, upstream, token=TOKEN, admin_token=ADMIN, upstream_key="upstream")
+        app = build_app(replicas, upstream, token=TOKEN, admin_token=ADMIN)
         runner = build_runner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -59,9 +59,7 @@ async def front(bucket, *, count=2, limits=PATIENT):
             run,
             [VllmReplica(str(f.server.make_url("/")), upstream, key="upstream") for f in fakes],
         )
-        app = build_app(
-            replicas, upstream, token="t", admin_token="a", upstream_key="upstream", limits=limits
-        )
+        app = build_app(replicas, upstream, token="t", admin_token="a", limits=limits)
         server = TestServer(app)
         await server.start_server()
 

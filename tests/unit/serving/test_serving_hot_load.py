@@ -95,7 +95,6 @@ async def front(bucket, *, count=2, **options):
             upstream,
             token=TOKEN,
             admin_token=ADMIN,
-            upstream_key="upstream",
             upstream_model="served",
         )
         server = TestServer(app)

@@ -86,7 +86,14 @@ def rebuild_without(
         return Rebuild("not_needed")
     log = DecisionLog(bucket, run.id)
     log.poll()
-    serving = _require_decisions(log, bucket).serving.version
+    serves = _require_decisions(log, bucket).serving
+    if serves.upstream:
+        raise InputError(
+            f"what was stored is deleted, but {serves.words} serves, and a rebuild would replace it",
+            hint="the versions that were trained on the user are named above: promote none of them",
+            run=bucket.url,
+        )
+    serving = serves.version
     waiting = _waiting(log, ancestry)
     if waiting is not None:
         return Rebuild("waits_for_trainer", waiting.number, waiting.serving.version)

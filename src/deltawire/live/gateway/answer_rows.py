@@ -25,7 +25,7 @@ class ServedRequest:
     """A request that is being answered: its conversation and user as pseudonyms, whether it may be
     stored, and who the product says it is for. Requests of one ``affinity`` go to one replica.
     ``known`` says that the user was not forgotten, ``retried`` that a replica failed and another
-    got the request."""
+    got the request, ``upstream`` which other provider's model got it last."""
 
     asked: AskedAnswer
     conversation: str
@@ -37,6 +37,7 @@ class ServedRequest:
     affinity: str = ""
     known: bool = True
     retried: bool = False
+    upstream: str = ""
     began: float = field(default_factory=time.time)
 
     @property
@@ -83,6 +84,7 @@ def capture_row(
         first_s=first_s,
         total_s=receipt.at - served.began,
         retried=served.retried,
+        upstream=served.upstream,
         calls=len(choice.calls),
         broken_calls=choice.broken_calls,
         marks=marks_of("".join(choice.text), calls=len(choice.calls)),
@@ -124,4 +126,5 @@ def judged_row(
         first_s=first_s,
         total_s=receipt.at - served.began,
         retried=served.retried,
+        upstream=served.upstream,
     )

@@ -47,7 +47,6 @@ from deltawire.serving.app import (
     ANSWER,
     ANSWERS,
     COMPLETIONS,
-    KEY,
     LIST,
     MODEL,
     MODELS,
@@ -78,6 +77,7 @@ COHORT_HEADER = "x-deltawire-cohort"
 SIGNATURE_HEADER = "x-deltawire-signature"
 WEBHOOK = "/v1/feedback/webhook"
 MAX_REPORTS = 1000
+MOST_SHOWN = 64
 MAX_WEBHOOK_BYTES = 8 << 20
 WEBHOOKS_BYTES = 32 << 20
 """The budget of webhooks, apart from that of clients with a token: a body is read before its
@@ -124,9 +124,13 @@ class LiveCalls:
             run=self._recorder.run_name,
             given=self._given_names,
             own=app[MODEL],
-            key=app[KEY],
         )
         self._names = names
+        self._recorder.upstreams = {
+            m.replica.upstream: m.replica.model[:MOST_SHOWN]
+            for m in app[REPLICAS].members
+            if m.replica.upstream
+        }
         for prefix in PREFIXES:
             app.router.add_post(prefix + RESPONSES, self._answer)
             app.router.add_get(prefix + MODELS + "/{name:.+}", self._model, allow_head=False)
@@ -141,7 +145,7 @@ class LiveCalls:
 
         async def life(app: web.Application) -> Any:
             self._recorder.start(asyncio.get_running_loop())
-            copies = ShadowCopies(app[REPLICAS], app[SESSION], self._release, key=app[KEY])
+            copies = ShadowCopies(app[REPLICAS], app[SESSION], self._release)
             self._copies, self._recorder.shadow = copies, lambda: copies.counts
             router = ArmRouter(app[REPLICAS], copies.follow)
             self._recorder.assign, self._recorder.generation = router.assignment, router.generation
@@ -250,7 +254,13 @@ class LiveCalls:
             session = served.affinity
         assert self._names is not None
         exchange = LiveExchange(
-            served, self._recorder, self._ids, self._names, form, reveal=is_admin(request)
+            served,
+            self._recorder,
+            self._ids,
+            self._names,
+            form,
+            reveal=is_admin(request),
+            hides=bool(self._recorder.upstreams),
         )
         EXCHANGE.set(exchange)
         metrics = self._metrics

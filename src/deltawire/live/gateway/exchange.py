@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -50,6 +51,8 @@ AT_ONCE = 16 << 10
 """A smaller piece goes into the empty buffer of a connection without waiting."""
 FAILURES = frozenset({408, 425, 429})
 """Lower statuses by which a replica, or this server for it, does not answer what it could."""
+UPSTREAM_FAULTS = frozenset({401, 402, 403, 404})
+_LOG = logging.getLogger("deltawire.live")
 MOST_REASON = 1000
 """Characters of a replica's own words on why it refuses a request."""
 
@@ -118,11 +121,13 @@ class LiveExchange:
         form: AnswerForm,
         *,
         reveal: bool,
+        hides: bool = False,
     ) -> None:
         self.name = ids.new()
         self._ids = ids
         self._names = names
         self._form = form
+        self._hides = hides
         asked = served.asked
         self._shown = ClientView(
             ids=asked.ids, logprobs=asked.logprobs, reveal=reveal, model=asked.given.get("model")
@@ -198,15 +203,21 @@ class LiveExchange:
         if self._was_tried and not self._served.retried:
             self._served = replace(self._served, retried=True)
         self._was_tried = True
+        self._served = replace(self._served, upstream=member.replica.upstream)
         answer: web.StreamResponse | None = None
         replicas, held = request.app[REPLICAS], member.held
         self._confirmed = lambda: replicas.confirm(member, held)
-        self._version = None if held is None else held.version
+        own = held is not None and not member.replica.upstream
+        self._version = held.version if held is not None and own else None
         sent = self.body_for(member)
         try:
             stream = self._served.asked.stream
             async with call_replica(request, member, sent, stream=stream) as (upstream, pieces):
                 headers = headers_for(request, member, upstream)
+                if member.replica.upstream and upstream.status in UPSTREAM_FAULTS:
+                    # The gateway's own key or model: no client can do anything about it.
+                    _LOG.error("%s answers %d", member.replica.name, upstream.status)
+                    raise aiohttp.ClientPayloadError(f"status {upstream.status}")
                 headers[ANSWER_HEADER] = self.name
                 if upstream.status >= SERVER_ERROR:
                     tries.answered(member, upstream.status)
@@ -265,7 +276,7 @@ class LiveExchange:
             # A replica's own words may name it, its version or the run.
             return error_answer(upstream.status, RetryError("the replica failed"))
         if upstream.status != 200:
-            body = error_body(upstream.status, _reason_in(data))
+            body = error_body(upstream.status, self._reason(data))
             return web.Response(status=upstream.status, body=body, headers=headers)
         found = _object_of(data)
         if found is None:
@@ -333,6 +344,13 @@ class LiveExchange:
         """Returns the event that takes the place of a replica's error: its own words may name it,
         its version or the run."""
         return self._form.failed(_reason_in(data) if self._shown.reveal else "the replica failed")
+
+    def _reason(self, data: bytes) -> str:
+        """Returns why a request was refused. The words of different providers would tell clients
+        which of them refused it."""
+        if self._hides and not self._shown.reveal:
+            return "the model's server refused the request"
+        return _reason_in(data)
 
     def _member(self, receipts: list[str]) -> dict[str, Any]:
         member: dict[str, Any] = {"receipt": receipts[0]}

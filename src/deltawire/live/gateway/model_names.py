@@ -65,12 +65,10 @@ class ModelNames:
         run: str,
         given: Sequence[str] = (),
         own: str = "",
-        key: str = "",
     ) -> None:
         self._replicas = replicas
         self._session = session
         self._run, self._given, self._own = run, tuple(given), own
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._listed: dict[str, tuple[str, ...]] = {}
         self._since = int(time.time())
 
@@ -146,7 +144,9 @@ class ModelNames:
 
     async def _ask(self, member: TrackedReplica) -> tuple[str, ...]:
         async with self._session.get(
-            f"{member.replica.base_url}/v1/models", headers=self._headers, allow_redirects=False
+            member.replica.url("/v1/models"),
+            headers=member.replica.headers,
+            allow_redirects=False,
         ) as answer:
             data = await read_limited(answer.content, MAX_LIST_BYTES)
             if answer.status != 200:

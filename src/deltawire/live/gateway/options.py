@@ -97,6 +97,10 @@ _MEANINGLESS: Mapping[str, tuple[Any, ...]] = {
     "chat_template_kwargs": (None, {}),
 }
 """Values with which an option asks for nothing."""
+UPSTREAM = "openai"
+"""The engine of other providers' models."""
+SENT_UPSTREAM = (_EVERYWHERE | HONORED[UPSTREAM]) - {"user", "safety_identifier"}
+"""The options that another provider gets."""
 _HINTS = frozenset({"prompt_cache_key"})
 """Options that promise nothing."""
 _INSTEAD = {

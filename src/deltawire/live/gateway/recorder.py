@@ -137,6 +137,7 @@ class Recorder:
         self.generation: Callable[[], int | None] = lambda: None
         self.assign: Callable[[str, str], Assignment] = serving_only
         self.shadow: Callable[[], ShadowCounts | None] = lambda: None
+        self.upstreams: dict[str, str] = {}
         self._bucket = bucket
         self._run = run
         self._redaction = redaction
@@ -230,6 +231,7 @@ class Recorder:
             rates=self.rates.listed(),
             shadow=self.shadow(),
             uploaded_until=self.uploader.until,
+            upstreams=self.upstreams,
         )
 
     def served(self, asked: AskedAnswer, names: dict[str, str]) -> ServedRequest:
@@ -368,6 +370,8 @@ class Recorder:
         first_s: float,
     ) -> str:
         fault, versions = choice.fault(), choice.versions
+        if served.upstream:
+            fault = "another provider's model drew it"
         if not fault and not reader.prompt:
             fault = "the engine stated no prompt tokens"
         if not fault and len(versions) != len(choice.ids):

@@ -9,7 +9,7 @@ import msgspec
 
 from deltawire.chat.requests import RequestDefaults
 from deltawire.errors import InputError
-from deltawire.live.gateway.options import CHANGE_TOKENS
+from deltawire.live.gateway.options import CHANGE_TOKENS, SENT_UPSTREAM, UPSTREAM
 from deltawire.live.gateway.texts import RequestTexts, content_text, texts_of
 
 
@@ -43,6 +43,10 @@ class AskedAnswer:
     def for_replica(self, *, capture: bool, engine: str = "", model: str = "") -> bytes:
         """Returns the body for a replica by the names of its ``engine``, which calls the model
         ``model``; with ``capture`` it asks for tokens too."""
+        if engine == UPSTREAM:
+            # The run's settings are those of its own policy, and users' names stay here.
+            body = {n: v for n, v in self.given.items() if n in SENT_UPSTREAM and v is not None}
+            return msgspec.json.encode({**body, "model": model})
         body = dict(self.body)
         if model:
             body["model"] = model

@@ -129,4 +129,4 @@ class ArmRouter:
 
 
 def _target(one: ServedVersion) -> TargetVersion:
-    return TargetVersion(one.version, one.digest, "all")
+    return TargetVersion(one.version, one.digest, "all", one.upstream)

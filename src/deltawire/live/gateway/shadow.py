@@ -65,7 +65,7 @@ class ShadowCopies:
 
     Example::
 
-        copies = ShadowCopies(replicas, session, release, key="…")
+        copies = ShadowCopies(replicas, session, release)
         copies.follow(decision)
         copies.offer(RequestCopy("/v1/chat/completions", exchange.body_for, user, facts))
     """
@@ -75,15 +75,11 @@ class ShadowCopies:
         replicas: ReplicaSet,
         session: aiohttp.ClientSession,
         release: ReleaseConfig,
-        *,
-        key: str = "",
     ) -> None:
         self._replicas = replicas
         self._session = session
         self._release = release
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
         self._decision: Decision | None = None
         self._users: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -172,11 +168,11 @@ class ShadowCopies:
         began, first_s = clock(), 0.0
         reader, splitter, size, done = AnswerReader(), EventSplitter(), 0, False
         whole = bytearray()
-        url = f"{member.replica.base_url}{request.path}"
+        url, headers = member.replica.url(request.path), {**self._headers, **member.replica.headers}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
         body = request.body_for(member)
         async with self._session.post(
-            url, data=body, headers=self._headers, timeout=timeout, allow_redirects=False
+            url, data=body, headers=headers, timeout=timeout, allow_redirects=False
         ) as upstream:
             if upstream.status >= SERVER_ERROR:
                 return AnswerFacts(finish=FAILED, first_s=clock() - began)

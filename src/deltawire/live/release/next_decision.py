@@ -122,7 +122,7 @@ def _after_decay(log: DecisionLog, situation: Situation, *, by: str) -> Decision
         return None
     make = _Maker(log, situation.now, by, situation.generation)
     reason = (
-        f"versions since {found.held.version} add up to a loss: {', '.join(found.worse)}; metric "
+        f"versions since {found.held.words} add up to a loss: {', '.join(found.worse)}; metric "
         f"{found.difference:+.3f} against the hold-back version, {found.low:+.3f} to "
         f"{found.high:+.3f}"
     )
@@ -299,6 +299,10 @@ def _pass_gate(
     """Compare the candidate with the serving version on held-out sets."""
     candidate, serving = before.candidate, before.serving
     assert candidate is not None
+    if serving.upstream or candidate.upstream:
+        name = serving.words if serving.upstream else candidate.words
+        reason = f"{name} is measured by users only: not compared on held-out sets"
+        return make.canary(before, release.stages[0], reason, {})
     mine, theirs = (situation.scores.get(v.version, {}) for v in (candidate, serving))
     missing = sorted(name for name in release.gate if name not in mine or name not in theirs)
     if missing:
@@ -339,7 +343,7 @@ def _leave_shadow(
     evidence = evidence or shadow_evidence([], release)
     figures = evidence.figures()
     if harmful := evidence.harmful():
-        reason = f"worse than version {before.serving.version} on copies: {', '.join(harmful)}"
+        reason = f"worse than {before.serving.words} on copies: {', '.join(harmful)}"
         return make.decision("rollback", before.serving, candidate, reason=reason, evidence=figures)
     if evidence.copies >= release.shadow:
         reason = f"no harm in {evidence.copies} copies of requests"
@@ -360,7 +364,7 @@ def _go_on(
         reason = "sample-ratio mismatch: users did not reach the arms as assigned"
         return make.hold_hidden(before, reason, "person", figures)
     if harmful := evidence.harmful():
-        reason = f"worse than version {before.serving.version}: {', '.join(harmful)}"
+        reason = f"worse than {before.serving.words}: {', '.join(harmful)}"
         return make.decision("rollback", before.serving, candidate, reason=reason, evidence=figures)
     following = next((share for share in release.stages if share > before.share), None)
     mine, theirs = evidence.counts.get(before.share, (0, 0))
@@ -373,7 +377,7 @@ def _go_on(
         declines, figures["log_evidence_decline"] = decline_of(make.log, release, figures)
         if declines:
             return make.hold_hidden(before, declines, "person", figures)
-        reason = f"not worse than version {before.serving.version} by {release.margin:.3g}"
+        reason = f"not worse than {before.serving.words} by {release.margin:.3g}"
         figures |= {MARGIN_SPENT: release.margin}
         return make.decision("promote", candidate, reason=reason, evidence=figures)
     reason = f"undecided after {mine + theirs} outcomes at a share of {before.share:g}"
@@ -444,7 +448,7 @@ def _refuse_rolled_back(log: DecisionLog, chosen: ServedVersion) -> None:
         if taken is not None and taken.digest == chosen.digest:
             same = "" if taken.version == chosen.version else f", as version {taken.version},"
             raise InputError(
-                f"version {chosen.version}{same} was rolled back at {time_of(one.at)} by "
+                f"{chosen.words}{same} was rolled back at {time_of(one.at)} by "
                 f"{one.by}: {one.reason}",
                 hint="deltawire live promote --again promotes it all the same",
             )
@@ -472,14 +476,14 @@ def canary_by_hand(
     if before is None:
         raise InputError("no version serves by decision yet", hint="promote one: --version N")
     if target.digest == before.serving.digest:
-        raise InputError(f"version {target.version} serves already, or has the same weights")
+        raise InputError(f"{target.words} serves already, or has the same weights")
     if not 0 < share < 1:
         raise InputError("the share of a canary is above 0 and below 1")
     reason = reason or "begun by hand"
     candidate = before.candidate if before.verdict in UNDECIDED else None
     if candidate is not None and candidate != target:
         raise InputError(
-            f"version {candidate.version} is undecided",
+            f"{candidate.words} is undecided",
             hint="deltawire live rollback takes it back",
         )
     if candidate is not None and before.share:
@@ -489,7 +493,7 @@ def canary_by_hand(
     shown = [one for one in log.decisions if one.share and one.candidate is not None]
     if target.version in log.rejected() or any(one.candidate == target for one in shown):
         raise InputError(
-            f"version {target.version} was shown to users in a canary before, or was rolled back: "
+            f"{target.words} was shown to users in a canary before, or was rolled back: "
             "its error rate is spent",
             hint="deltawire live promote --version N serves it to all users",
         )

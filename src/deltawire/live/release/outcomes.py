@@ -223,5 +223,7 @@ def drawn_by_its_arm(answer: Capture, decision: Decision) -> bool:
     where it does not, another replica answered for one that could not."""
     arms = {CANDIDATE: decision.candidate, HOLD_BACK: decision.hold_back}
     arm = arms.get(answer.arm, decision.serving)
+    if answer.upstream:
+        return arm is not None and arm.upstream == answer.upstream
     drawn = {version for version, _ in answer.spans}
     return not drawn or (arm is not None and arm.version in drawn)

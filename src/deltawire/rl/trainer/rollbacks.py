@@ -63,10 +63,10 @@ class RollbackWatch:
         if newest is None:
             return None
         earlier = self._log.before_serving()
-        versions = [newest.serving.version, *([earlier.serving.version] if earlier else [])]
+        served = [newest.serving, *([earlier.serving] if earlier else [])]
         if newest.hold_back is not None:
-            versions.append(newest.hold_back.version)
-        return min(versions)
+            served.append(newest.hold_back)
+        return min((one.version for one in served if not one.upstream), default=None)
 
     def poll(self, *, version: int) -> Decision | None:
         """Returns the rollback that a trainer at ``version`` must follow now; None if there is
@@ -110,7 +110,9 @@ class RollbackWatch:
         decision = settled[-1] if settled else None
         if decision is None or decision.number <= self._followed:
             return None
-        if decision.verdict != "rollback" or decision.serving.version >= version:
+        # An upstream has no weights to go back to, and its failure says nothing of the run's.
+        away = decision.serving.upstream or (decision.candidate and decision.candidate.upstream)
+        if decision.verdict != "rollback" or away or decision.serving.version >= version:
             self._followed = decision.number
             return None
         if self._is_restored(decision, version) or not self._names_a_version(decision):
@@ -151,7 +153,9 @@ class RollbackWatch:
             one for one in (newest.serving, newest.candidate, newest.hold_back) if one is not None
         ]
         wanted = {
-            max((one for one in stored if one <= served.version), default=None) for served in named
+            max((one for one in stored if one <= served.version), default=None)
+            for served in named
+            if not served.upstream
         }
         kept = kept_checkpoints(self._bucket)
         for version in wanted - kept:

@@ -83,7 +83,7 @@ def test_a_captured_answer_has_the_tokens_and_versions_of_the_engine(bucket, tmp
                 options,
             )  # fmt: skip
             members = ReplicaSet(bucket, run, [member])
-            app = build_app(members, session, token=TOKEN, admin_token=ADMIN, upstream_key=UPSTREAM)
+            app = build_app(members, session, token=TOKEN, admin_token=ADMIN)
             LiveCalls(recorder, RequestDefaults()).add_to(app)
             gateway = TestServer(app)
             await gateway.start_server()

@@ -13,6 +13,7 @@ from live_gateway import KEYS, live_serving, published
 from deltawire.errors import CorruptError
 from deltawire.live.gateway import routing
 from deltawire.live.gateway.routing import ArmRouter
+from deltawire.serving.replica import HeldVersion, Replica
 from deltawire.serving.replica_set import ReplicaSet
 from deltawire.sync import read_run
 from deltawire.wire.decisions import CANDIDATE, Decision, ServedVersion
@@ -77,7 +78,7 @@ async def test_a_canary_and_its_rollback(tmp_path, monkeypatch):
             assert [v for v, _ in after.spans] == [0]
 
 
-class StillReplica:
+class StillReplica(Replica):
     """A replica that loads at once; ``loads`` are the versions that it was told to."""
 
     def __init__(self, name, digests):
@@ -85,8 +86,6 @@ class StillReplica:
         self.base_url = f"http://{name}"
 
     async def held(self):
-        from deltawire.serving.replica import HeldVersion
-
         return HeldVersion(self.version, self.digests[self.version])
 
     async def load(self, version, *, cache):
