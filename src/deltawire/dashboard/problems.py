@@ -41,7 +41,9 @@ def problems_of(status: RunStatus) -> list[RunProblem]:
     if status.release is not None and status.release.void:
         words = f"void decisions: {status.release.void}; see deltawire live status"
         found.append(RunProblem(severity="warning", text=words))
+    found += _of_release(status)
     found += _silent(status.processes)
+    found += _silent_live(status)
     found += [
         RunProblem(
             severity="alarm" if one.quarantined else "warning",
@@ -64,6 +66,44 @@ def problems_of(status: RunStatus) -> list[RunProblem]:
     found += [RunProblem(severity="warning", text=text) for text in status.problems]
     found.sort(key=lambda one: one.severity != "alarm")
     return found
+
+
+def _of_release(status: RunStatus) -> list[RunProblem]:
+    """A canary that waits, and rollbacks of the last day."""
+    release, found = status.release, list[RunProblem]()
+    if release is None:
+        return found
+    if release.verdict == "hold" and release.waits_for == "data":
+        words = f"the release is on hold, and waits for data: {release.words}"
+        found.append(RunProblem(severity="warning", text=words))
+    if release.rollbacks:
+        words = f"{release.rollbacks} rollbacks within a day, the last: {release.rollback_reason}"
+        found.append(RunProblem(severity="warning", text=words))
+    return found
+
+
+def _silent_live(status: RunStatus) -> list[RunProblem]:
+    """Gateways, replicas and the decider that do not do their work."""
+    found = []
+    for one in status.live_processes[: 4 * MAX_NAMED]:
+        if one.state == "silent":
+            severity: Severity = "alarm" if one.role == "decider" else "warning"
+            words = f"{one.role} {one.name} is silent: no sign of life for {duration(one.age_s)}"
+            found.append(RunProblem(severity=severity, text=words, process=one.name))
+        elif one.state == "stalled":
+            words = f"{one.role} {one.name} takes no requests: {one.doing}"
+            found.append(RunProblem(severity="warning", text=words, process=one.name))
+    decides = [one for one in status.live_processes if one.role == "decider"]
+    undecided = status.release is not None and status.release.verdict in (
+        "gate",
+        "shadow",
+        "canary",
+    )
+    if undecided and not any(one.state == "alive" for one in decides):
+        words = "a candidate is undecided, and nothing decides: start deltawire live decide"
+        if not any(one.state == "silent" for one in decides):
+            found.append(RunProblem(severity="alarm", text=words))
+    return found[:MAX_NAMED]
 
 
 def _silent(processes: list[ProcessLine]) -> list[RunProblem]:

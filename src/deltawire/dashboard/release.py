@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import msgspec
@@ -9,6 +10,8 @@ import msgspec
 from deltawire.live.release.evidence import GAP_ALARM
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.wire.decisions import DECAYED, RESTORES, Decision
+
+DAY_S = 86_400.0
 
 
 class CandidateFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +135,9 @@ class ReleaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The version that served when all users were returned to the hold-back version, since versions
     had added up to a loss; null if that was not decided since a candidate was last promoted."""
 
+    rollbacks: int = 0
+    """How many there were within a day, and why the last one was decided."""
+    rollback_reason: str = ""
     upstream: str = ""
     """The other provider whose model serves, in place of the version, which is a negative number
     then; likewise for the candidate and the hold-back version."""
@@ -184,6 +190,8 @@ def release_of(log: DecisionLog) -> ReleaseStatus | None:
         return None
     restores = newest.evidence.get(RESTORES)
     candidates = candidates_of(log)
+    since = time.time() - DAY_S
+    rollbacks = [one for one in log.decisions if one.verdict == "rollback" and one.at >= since]
     return ReleaseStatus(
         number=newest.number,
         verdict=newest.verdict,
@@ -209,6 +217,8 @@ def release_of(log: DecisionLog) -> ReleaseStatus | None:
         hold_back=None if newest.hold_back is None else newest.hold_back.version,
         hold_back_share=newest.hold_back_share,
         decayed=_decayed(log),
+        rollbacks=len(rollbacks),
+        rollback_reason=rollbacks[-1].reason if rollbacks else "",
         **_compared(newest),
     )
 

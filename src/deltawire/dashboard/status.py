@@ -21,10 +21,18 @@ from deltawire.dashboard.allocation import AllocationTotals
 from deltawire.dashboard.builds import builds_of, builds_problem
 from deltawire.dashboard.figures import BY_NAME, recent, value, whole
 from deltawire.dashboard.latency_figures import clock_problem
+from deltawire.dashboard.live_processes import (
+    LiveProcess,
+    gateway_totals,
+    live_processes,
+    read_decider,
+    read_gateways,
+)
 from deltawire.dashboard.readers import ReaderLine, ReaderWatch
 from deltawire.dashboard.release import ReleaseStatus, release_of
 from deltawire.dashboard.state import ProcessState, RunState
 from deltawire.dashboard.training_warnings import training_warnings
+from deltawire.dashboard.users import UserView, users_of
 from deltawire.display import safe_line
 from deltawire.errors import CorruptError, InputError, ResyncError
 from deltawire.estimates import BudgetScore
@@ -47,7 +55,6 @@ from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_run
 from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.wire import keys
-from deltawire.wire.captures import GatewayState
 from deltawire.wire.objects import decode_json
 from deltawire.wire.run import Run
 from deltawire.wire.status import Heartbeat, Incident, StoreTraffic, TrainerStatus
@@ -56,8 +63,6 @@ WINDOW_S = 300.0
 READERS = 16
 MAX_PROCESSES = 4096
 MAX_STATUS_OBJECT_BYTES = 16 << 20
-MAX_GATEWAY_BYTES = 1 << 20
-MAX_GATEWAYS = 256
 FRESH_S = 60.0
 """A stored status that is older, by this machine's clock, is not shown."""
 MAX_STREAMS_NAMED = 12
@@ -207,6 +212,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     upstreams: dict[str, str] = {}
     """The models of other providers that gateways can ask, by the upstream's name; nothing attests
     them."""
+    live_processes: list[LiveProcess] = []
+    """Gateways, their replicas, and what decides which version serves."""
+    users: UserView | None = None
+    """How users fared, by arm and version, over time; null without a gateway that says so."""
     release: ReleaseStatus | None = None
     """Which version serves live users, and who decided it; null without decisions."""
     sampled_episodes: int = 0
@@ -348,6 +357,8 @@ class Watch:
         workers = [beat.worker for beat in beats.values() if beat.worker]
         tokens = sum(one.tokens for one in workers)
         gateways = _attempt(lambda: read_gateways(self._bucket), problems) or []
+        decider = _attempt(lambda: read_decider(self._bucket), problems)
+        release = self._release(run)
         return RunStatus(
             **_measured(state, config),
             name=run.name,
@@ -379,33 +390,11 @@ class Watch:
             controlled=state.newest_decision,
             gateways=gateway_totals(gateways),
             upstreams={name: model for one in gateways for name, model in one.upstreams.items()},
-            release=self._release(run),
+            live_processes=live_processes(gateways, decider, self._clock()),
+            users=users_of(gateways, self._decisions, self._clock()),
+            release=release,
             readers=readers,
         )
-
-
-def read_gateways(bucket: Bucket) -> list[GatewayState]:
-    """Returns the states of a run's gateways, ended ones too; raises `RetryError` and
-    `CorruptError`."""
-    found = []
-    for key in bucket.list(keys.LIVE_GATEWAYS)[:MAX_GATEWAYS]:
-        data = bucket.get(key, limit=MAX_GATEWAY_BYTES)
-        if data is not None:
-            found.append(decode_json(data, GatewayState, run=bucket.url, key=key))
-    return found
-
-
-def gateway_totals(gateways: Sequence[GatewayState]) -> dict[str, float]:
-    """Returns the sums of the counters of gateways, and the means of the rates of their detectors,
-    by name."""
-    totals: dict[str, float] = {}
-    rates: dict[str, list[float]] = {}
-    for found in gateways:
-        for name, count in found.counts.items():
-            totals[name] = totals.get(name, 0.0) + count
-        for name, rate in found.rates.items():
-            rates.setdefault(f"rate_{name}", []).append(rate)
-    return totals | {name: sum(values) / len(values) for name, values in rates.items()}
 
 
 def _no_progress(state: RunState) -> str:

@@ -212,6 +212,7 @@ def _live_calls(
             spool_bytes=options.spool_mb << 20,
             limits=FeedbackLimits(options.feedback_per_minute, options.feedback_per_day),
             retain=config.retain,
+            ranges=config.live.ranges,
         ),
         reread=reread,
         reconsent=consent if options.capture_users else None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import math
-import re
 import sys
 import threading
 import time
@@ -20,9 +19,12 @@ from deltawire.display import safe_line, time_of
 from deltawire.errors import InputError, RetryError
 from deltawire.estimates import OffPolicyEstimate
 from deltawire.events import Evaluated, ServingMeasured
+from deltawire.launch.live_figures import users_row
 from deltawire.launch.role_keys import read_signer
+from deltawire.launch.upstreams import target_of
 from deltawire.live.deployment_secret import generation_in_use
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
+from deltawire.live.release.decider_liveness import DeciderLiveness
 from deltawire.live.release.evidence import DifferenceFinding, Evidence, planned_answers
 from deltawire.live.release.hold_back import HoldBackEvidence
 from deltawire.live.release.hold_back_outcomes import HoldBackOutcomes
@@ -64,8 +66,6 @@ EVALUATOR_SILENT_S = 60.0
 """An evaluator that was not heard of for so long is not waited for."""
 UNDECIDED_CODE, HELD_CODE, ROLLED_BACK_CODE = 10, 11, 12
 """Exit codes of ``status`` and ``decide --once``; 0 if a version serves and nothing is open."""
-
-UPSTREAM_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}\Z")
 
 Action = Literal["status", "plan", "decide", "promote", "hold", "rollback"]
 
@@ -111,7 +111,7 @@ class Releaser:
         self.gate = gate
         self.log = DecisionLog(bucket, run.id)
         self.release = config.live.release
-        self._bucket = bucket
+        self.bucket = self._bucket = bucket
         self._run = run
         self.by = by
         self._configured = bool(run.config)
@@ -235,20 +235,6 @@ class Releaser:
                 )
             self._digests[version] = manifest.digest
         return ServedVersion(version, self._digests[version])
-
-    def target(self, version: int | None, upstream: str) -> ServedVersion | None:
-        """Returns the version or upstream that a person names; None without either. Raises
-        `InputError` for both, for a name that is none, and for a version that is not there."""
-        if not upstream:
-            return None if version is None else self.served(version)
-        if version is not None:
-            raise InputError("give --version or --upstream, not both")
-        if not UPSTREAM_NAME.match(upstream):
-            raise InputError(
-                f"{upstream[:64]!r} is no name of an upstream",
-                hint="1 to 32 small letters, digits and hyphens, as in the gateway's --upstream",
-            )
-        return ServedVersion.of_upstream(upstream)
 
     def _restored(self) -> ServedVersion | None:
         """Returns the version in which the trainer followed the newest decision, a rollback."""
@@ -379,7 +365,7 @@ def take_decision(location: str, action: Action, options: ReleaseOptions) -> dic
     """
     assert action in ("promote", "hold", "rollback")
     releaser = open_releaser(location, options, writes=True)
-    target = releaser.target(options.version, options.upstream)
+    target = target_of(options.version, options.upstream, releaser.served)
     decision = decide_by_hand(
         releaser.log,
         action,
@@ -413,21 +399,26 @@ def decide_until_stopped(
             "version go to users in a canary",
             run=location,
         )
+    liveness = DeciderLiveness(releaser.bucket, releaser.log.run, by=releaser.by)
     try:
-        return _decide(releaser, once=once, report=report)
+        return _decide(releaser, liveness, once=once, report=report)
     finally:
+        if not once:
+            liveness.end()
         if releaser.gate is not None:
             releaser.gate.close()
 
 
 def _decide(
-    releaser: Releaser, *, once: bool, report: Callable[[Decision], None]
+    releaser: Releaser, liveness: DeciderLiveness, *, once: bool, report: Callable[[Decision], None]
 ) -> dict[str, Any]:
     told, gate = "", releaser.gate
     while True:
         try:
             while (decision := releaser.step(time.time())) is not None:
                 report(decision)
+            if not once:
+                liveness.beat(alarm=gate.alarm if gate is not None else "")
             if gate is not None and gate.alarm != told:
                 told = gate.alarm
                 print(told or "the gate measures again", file=sys.stderr)  # noqa: T201
@@ -459,6 +450,7 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
         "now": now,
         "operator": msgspec.structs.asdict(releaser.operator()),
         "decisions": [_row(one) for one in releaser.log.decisions],
+        "users": users_row(releaser.bucket, releaser.log, now),
         "void": {str(number): fault for number, fault in releaser.log.void.items()},
     }
     if newest is not None and RESTORES in newest.evidence:

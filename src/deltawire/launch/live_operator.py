@@ -7,6 +7,7 @@ from typing import Any
 
 from deltawire.errors import InputError
 from deltawire.launch.live import ReleaseOptions, open_releaser, state_of
+from deltawire.launch.upstreams import target_of
 from deltawire.live.release.next_decision import canary_by_hand
 from deltawire.wire.operator_state import Mode
 
@@ -17,7 +18,7 @@ def begin_canary(location: str, share: float, options: ReleaseOptions) -> dict[s
     """Shows a version to a share of users, and returns the state after it; raises as
     `canary_by_hand`."""
     releaser = open_releaser(location, options, writes=True)
-    target = releaser.target(options.version, options.upstream)
+    target = target_of(options.version, options.upstream, releaser.served)
     if target is None:
         raise InputError("a canary needs a version", hint="give --version N or --upstream NAME")
     for _ in range(CANARY_ATTEMPTS):  # A process may decide in between.

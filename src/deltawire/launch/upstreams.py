@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from deltawire.errors import InputError
 from deltawire.launch.tokens import read_token
+from deltawire.wire.decisions import ServedVersion
 
 KEY_VARIABLE = "DELTAWIRE_UPSTREAM_KEY_"
 """Before an upstream's name in capital letters, with ``_`` for ``-``: holds its key."""
@@ -83,3 +84,20 @@ def _named(option: str, values: Sequence[str]) -> dict[str, str]:
             raise InputError(f"{option} names {name} twice")
         found[name] = rest
     return found
+
+
+def target_of(
+    version: int | None, upstream: str, served: Callable[[int], ServedVersion]
+) -> ServedVersion | None:
+    """Returns the version or upstream that a person names; None without either. ``served`` returns
+    a version of the run. Raises `InputError` for both, and for a name that is none."""
+    if not upstream:
+        return None if version is None else served(version)
+    if version is not None:
+        raise InputError("give --version or --upstream, not both")
+    if not _NAME.match(upstream):
+        raise InputError(
+            f"{upstream[:64]!r} is no name of an upstream",
+            hint="1 to 32 small letters, digits and hyphens, as in the gateway's --upstream",
+        )
+    return ServedVersion.of_upstream(upstream)

@@ -24,6 +24,7 @@ from typing import Literal
 
 from blake3 import blake3
 
+from deltawire.display import safe_line
 from deltawire.errors import (
     BugError,
     CorruptError,
@@ -46,6 +47,7 @@ from deltawire.serving.outlier import FAILURES, Outlier
 from deltawire.serving.replica import HeldVersion, Replica
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_manifest
+from deltawire.wire.captures import ServingReplica
 from deltawire.wire.run import Run
 
 Transition = Literal["async", "sync"]
@@ -274,6 +276,24 @@ class ReplicaSet:
             m.replica.name: m.held is not None and not m.draining and not m.outlier.is_left_out(now)
             for m in self._members
         }
+
+    def serving(self) -> list[ServingReplica]:
+        """Returns what each replica serves, for views."""
+        now, found = time.monotonic(), []
+        for one in self._members:
+            fault = "" if one.held is not None else (one.message or one.stage)
+            if not fault and one.outlier.is_left_out(now):
+                fault = "left out for a while: its requests failed"
+            own = one.held is not None and not one.replica.upstream
+            found.append(
+                ServingReplica(
+                    name=one.replica.name[:256],
+                    version=one.held.version if one.held is not None and own else None,
+                    upstream=one.replica.upstream,
+                    fault=safe_line(fault)[:256],
+                )
+            )
+        return found[:1024]
 
     def pick(
         self,

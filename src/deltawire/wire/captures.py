@@ -21,6 +21,7 @@ from deltawire.wire.live_secret import MAX_GENERATIONS, Fingerprint
 from deltawire.wire.objects import FORMAT, decode_packed, encode_packed, prepared
 from deltawire.wire.receipts import MAX_SPANS, Arm, Pseudonym, Span
 from deltawire.wire.run import Identity, Key
+from deltawire.wire.user_windows import MOST_WINDOWS, UserWindow
 
 MAX_SEGMENT_BYTES = 256 << 20
 MAX_GATEWAY_BYTES = 1 << 20
@@ -205,6 +206,16 @@ class ShadowCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return "" if all(0 <= s < float("inf") for s in self.first_s) else "no sum of seconds"
 
 
+class ServingReplica(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A replica as its gateway sees it. ``version`` is the one that it holds, null for none;
+    ``fault`` is why it takes no requests, empty if it does."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    version: Annotated[int, Meta(ge=0, le=1 << 48)] | None = None
+    upstream: UpstreamName = ""
+    fault: Annotated[str, Meta(max_length=256)] = ""
+
+
 class GatewayState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The object at ``live/gateways/<gateway>.json``.
 
@@ -231,6 +242,9 @@ class GatewayState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     upstreams: Annotated[dict[str, _Name], Meta(max_length=64)] = {}
     """The models of other providers that it can ask, by the upstream's name; nothing attests
     them."""
+    windows: Annotated[list[UserWindow], Meta(max_length=MOST_WINDOWS)] = []
+    """How answers and their users fared, the oldest window first; no user is named."""
+    replicas: Annotated[list[ServingReplica], Meta(max_length=1024)] = []
 
 
 class _RowSegment(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,8 +89,8 @@ def rebuild_without(
     serves = _require_decisions(log, bucket).serving
     if serves.upstream:
         raise InputError(
-            f"what was stored is deleted, but {serves.words} serves, and a rebuild would replace it",
-            hint="the versions that were trained on the user are named above: promote none of them",
+            f"what was stored is deleted, but {serves.words} serves, which a rebuild would end",
+            hint="promote no version that was trained on the user",
             run=bucket.url,
         )
     serving = serves.version

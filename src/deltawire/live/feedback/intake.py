@@ -87,6 +87,7 @@ class FeedbackIntake:
         *,
         run: str,
         keys: Callable[[], ReceiptKeys],
+        on_stored: Callable[[Feedback], None] = lambda _: None,
     ) -> None:
         self.counts = dict.fromkeys(
             ("stored", "repeated", "conflicting", "unknown", "limited", "invalid", "refused"), 0
@@ -97,6 +98,7 @@ class FeedbackIntake:
         self._redaction = redaction
         self._run = run
         self._keys = keys
+        self._on_stored = on_stored
         self._under_way: dict[str, asyncio.Future[bool]] = {}
 
     async def take(
@@ -151,15 +153,16 @@ class FeedbackIntake:
         self._under_way[name] = stored
         self._identities.add(name, content)
         self._spool.append(encode_row(_kept(row)), settler(stored))
-        return await asyncio.shield(asyncio.ensure_future(self._finish(name, row.id, stored)))
+        return await asyncio.shield(asyncio.ensure_future(self._finish(name, row, stored)))
 
-    async def _finish(self, name: str, given: str, stored: asyncio.Future[bool]) -> Taken:
+    async def _finish(self, name: str, row: Feedback, stored: asyncio.Future[bool]) -> Taken:
         try:
             ok = await stored
             if ok:
                 self._identities.write(name)
                 self.counts["stored"] += 1
-                return Taken(200, {"id": given})
+                self._on_stored(row)
+                return Taken(200, {"id": row.id})
             self._identities.discard(name)
             self.counts["refused"] += 1
         finally:

@@ -25,7 +25,8 @@ class ServedRequest:
     """A request that is being answered: its conversation and user as pseudonyms, whether it may be
     stored, and who the product says it is for. Requests of one ``affinity`` go to one replica.
     ``known`` says that the user was not forgotten, ``retried`` that a replica failed and another
-    got the request, ``upstream`` which other provider's model got it last."""
+    got the request, ``upstream`` which other provider's model got it last, ``held`` which version
+    its replica held."""
 
     asked: AskedAnswer
     conversation: str
@@ -38,6 +39,7 @@ class ServedRequest:
     known: bool = True
     retried: bool = False
     upstream: str = ""
+    held: int | None = None
     began: float = field(default_factory=time.time)
 
     @property

@@ -131,6 +131,7 @@ class LiveCalls:
             for m in app[REPLICAS].members
             if m.replica.upstream
         }
+        self._recorder.replicas = app[REPLICAS].serving
         for prefix in PREFIXES:
             app.router.add_post(prefix + RESPONSES, self._answer)
             app.router.add_get(prefix + MODELS + "/{name:.+}", self._model, allow_head=False)

@@ -203,12 +203,12 @@ class LiveExchange:
         if self._was_tried and not self._served.retried:
             self._served = replace(self._served, retried=True)
         self._was_tried = True
-        self._served = replace(self._served, upstream=member.replica.upstream)
         answer: web.StreamResponse | None = None
         replicas, held = request.app[REPLICAS], member.held
         self._confirmed = lambda: replicas.confirm(member, held)
         own = held is not None and not member.replica.upstream
         self._version = held.version if held is not None and own else None
+        self._served = replace(self._served, upstream=member.replica.upstream, held=self._version)
         sent = self.body_for(member)
         try:
             stream = self._served.asked.stream

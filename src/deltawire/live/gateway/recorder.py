@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,27 +44,30 @@ from deltawire.live.feedback.identities import ReportIdentities
 from deltawire.live.feedback.intake import FeedbackIntake, settler
 from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackLimits
 from deltawire.live.forgotten import forgotten_users, readmitted_users
-from deltawire.live.gateway.answer_rows import ServedRequest, capture_row, judged_row
+from deltawire.live.gateway.answer_rows import ServedRequest, capture_row, drawn_tokens, judged_row
 from deltawire.live.gateway.conversations import Conversations, LastAnswer
 from deltawire.live.gateway.engine_tokens import AnswerReader, ChoiceTokens
 from deltawire.live.gateway.requests import AskedAnswer
+from deltawire.live.gateway.user_figures import Place, UserFigures
 from deltawire.private_files import private_folder, read_private, replace_private
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.captures import (
     FAILED,
     LEFT,
+    MAX_GATEWAY_BYTES,
     NOT_STORED,
     TIMED_OUT,
     WITHHELD,
     Capture,
     Feedback,
     GatewayState,
+    ServingReplica,
     ShadowCounts,
     encode_row,
 )
 from deltawire.wire.decisions import Assignment, assign
-from deltawire.wire.objects import encode_json
+from deltawire.wire.objects import decode_json, encode_json
 from deltawire.wire.receipts import (
     MAX_SPANS,
     Receipt,
@@ -74,6 +77,7 @@ from deltawire.wire.receipts import (
     spans_of,
 )
 from deltawire.wire.run import Run
+from deltawire.wire.user_windows import fitting
 
 STORE_WITHIN_S = 2.0
 STATE_EVERY_S = 10.0
@@ -87,13 +91,14 @@ _LOG = logging.getLogger("deltawire.live")
 @dataclass(frozen=True, kw_only=True)
 class RecorderOptions:
     """The deployment's rules. ``keep_text`` also stores the redacted conversations as text, and
-    ``retain`` says for how many days what is stored stays."""
+    ``retain`` says for how many days what is stored stays, ``ranges`` are those of feedback."""
 
     consent: ConsentRule = field(default_factory=ConsentRule)
     keep_text: bool = False
     spool_bytes: int = DEFAULT_SPOOL_BYTES
     limits: FeedbackLimits = field(default_factory=FeedbackLimits)
     retain: RetainConfig = field(default_factory=RetainConfig)
+    ranges: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 class Recorder:
@@ -138,6 +143,8 @@ class Recorder:
         self.assign: Callable[[str, str], Assignment] = serving_only
         self.shadow: Callable[[], ShadowCounts | None] = lambda: None
         self.upstreams: dict[str, str] = {}
+        self.replicas: Callable[[], list[ServingReplica]] = list
+        self.figures = UserFigures(self.options.ranges)
         self._bucket = bucket
         self._run = run
         self._redaction = redaction
@@ -157,6 +164,7 @@ class Recorder:
             redaction,
             run=run.id,
             keys=lambda: self.secret.receipt_keys,
+            on_stored=self.figures.reported,
         )
         self.uploader = SpoolUploader(
             bucket,
@@ -182,10 +190,22 @@ class Recorder:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts uploads and maintenance; stored rows are reported to ``loop``."""
         self._loop = loop
+        threading.Thread(target=self._load_figures, name="live-figures", daemon=True).start()
         self.uploader.start()
         self.maintenance.start()
         if self._reconsent is not None:
             threading.Thread(target=self._follow_consent, name="live-consent", daemon=True).start()
+
+    def _load_figures(self) -> None:
+        """Goes on from the figures that this gateway stored before; they only inform people."""
+        key = keys.live_gateway(self.name)
+        try:
+            data = self._bucket.get(key, limit=MAX_GATEWAY_BYTES)
+            if data is not None:
+                found = decode_json(data, GatewayState, run=self._bucket.url, key=key)
+                self.figures.load(found.windows)
+        except DeltawireError as error:
+            _LOG.warning("figures of earlier answers are left out: %s", error.message)
 
     def close(self) -> None:
         """Uploads what can be uploaded and closes the spools; the rest waits on disk."""
@@ -232,6 +252,8 @@ class Recorder:
             shadow=self.shadow(),
             uploaded_until=self.uploader.until,
             upstreams=self.upstreams,
+            windows=fitting(self.figures.windows()),
+            replicas=self.replicas(),
         )
 
     def served(self, asked: AskedAnswer, names: dict[str, str]) -> ServedRequest:
@@ -310,12 +332,16 @@ class Recorder:
         whether it still does; both count only where the engine states no versions.
         """
         self.counts["answers"] += 1
+        first = reader.choices.get(0) or ChoiceTokens()
+        ended = first.finish or FAILED, first_s, drawn_tokens(reader, first)
         choices = [reader.choices[index] for index in sorted(reader.choices)]
         if not served.capture or not choices:
             spans = [] if version is None else [(version, 1)]
             found = []
             for choice in choices or [ChoiceTokens()]:
                 receipt = self._receipt(served, spans, recorded=False)
+                if not found:
+                    self._figure(served, receipt, *ended)
                 self._store_judged(served, receipt, spans, choice.finish or FAILED, first_s)
                 found.append(self._seal(receipt))
             return found
@@ -323,9 +349,12 @@ class Recorder:
         known = stated or (version is not None and await confirmed())
         held = version if known else None
         if len(choices) == 1:
-            return [await self._record(served, reader, choices[0], held, first_s)]
+            return [await self._record(served, reader, choices[0], held, first_s, ended)]
         return await asyncio.gather(
-            *(self._record(served, reader, choice, held, first_s) for choice in choices)
+            *(
+                self._record(served, reader, one, held, first_s, None if place else ended)
+                for place, one in enumerate(choices)
+            )
         )
 
     def ended(self, served: ServedRequest, finish: str, reason: str, first_s: float) -> None:
@@ -333,11 +362,12 @@ class Recorder:
         replica failed, its client left, or its outcome was due. ``finish`` is one of `ENDED_EARLY`.
         Nothing waits for the disk: the client may be gone."""
         self.counts[_EARLY_ENDS[finish]] += 1
+        early = finish, first_s, None
+        receipt = self._receipt(served, [], recorded=served.capture)
+        self._figure(served, receipt, *early)
         if not served.capture:
-            receipt = self._receipt(served, [], recorded=False)
             self._store_judged(served, receipt, [], finish, first_s)
             return
-        receipt = self._receipt(served, [], recorded=True)
         choice, sealed = ChoiceTokens(finish=finish), self._seal(receipt)
         row = capture_row(served, AnswerReader(), choice, receipt, sealed, reason[:256], first_s)
 
@@ -368,6 +398,7 @@ class Recorder:
         choice: ChoiceTokens,
         version: int | None,
         first_s: float,
+        ended: tuple[str, float, int | None] | None,
     ) -> str:
         fault, versions = choice.fault(), choice.versions
         if served.upstream:
@@ -390,6 +421,8 @@ class Recorder:
         tokens = "" if fault else hash_tokens(reader.prompt, choice.ids)
         receipt = self._receipt(served, spans, recorded=not blocked, tokens=tokens)
         signed = self._seal(receipt)
+        if ended is not None:
+            self._figure(served, receipt, *ended)
         stored = False
         if not blocked:
             row = capture_row(served, reader, choice, receipt, signed, fault, first_s)
@@ -456,6 +489,13 @@ class Recorder:
             recorded=recorded,
             at=time.time(),
         )
+
+    def _figure(
+        self, served: ServedRequest, receipt: Receipt, finish: str, first_s: float, tokens: Any
+    ) -> None:
+        version = -1 if served.held is None else served.held
+        place = Place(receipt.arm, version, served.upstream)
+        self.figures.answered(receipt.answer, place, finish=finish, first_s=first_s, tokens=tokens)
 
     def _seal(self, receipt: Receipt) -> str:
         generation = self.secret.current

@@ -144,7 +144,7 @@ def test_a_canary_of_a_version_against_a_provider(tmp_path, monkeypatch):
             await until(lambda: at.fake.mirror.version == 2)
             arms = {}
             for number in range(40):
-                status, data, headers = await at.ask(user=f"u{number}")
+                status, data, _ = await at.ask(user=f"u{number}")
                 assert status == 200
                 receipt = opened(data, bucket)
                 arms.setdefault(receipt.arm, []).append((receipt.spans, receipt.propensity))

@@ -1,0 +1,195 @@
+"""User figures: how answers and their users fared, by arm and version, in windows of time.
+
+::
+
+    event loop: answered(), reported() ─▶ the present window, with users' sums in memory
+    uploader's thread: windows() ─▶ the gateway's state in the bucket
+
+A window is counts and sums only. Within it each user counts once for each kind of feedback, by the
+mean of its reports, so that a user who reports much does not look like many. Who reported stays in
+memory, and only until the window ends. Windows become longer as they age, so that they take bounded
+space.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from deltawire.config.ranges import range_of
+from deltawire.errors import InputError
+from deltawire.wire.captures import Feedback
+from deltawire.wire.user_windows import (
+    KINDS_AT_MOST,
+    MOST_CELLS,
+    MeanSums,
+    UserCell,
+    UserWindow,
+    coarsened,
+)
+
+WINDOW_S = 900.0
+MOST_USERS = 50_000
+"""Users of one window whose reports are told apart; of further ones only answers count."""
+MOST_REMEMBERED = 100_000
+OTHER = "other"
+"""Further kinds of feedback of one arm count together."""
+
+
+class Place(NamedTuple):
+    """What answered: an arm, and the version or the upstream, as far as it is known."""
+
+    arm: str
+    version: int = -1
+    upstream: str = ""
+
+
+class _Open:
+    """One arm and version of the present window."""
+
+    def __init__(self) -> None:
+        self.answers = self.errors = self.left = 0
+        self.first_s, self.tokens = MeanSums(), MeanSums()
+        self.kinds: dict[str, dict[str, tuple[int, float]]] = {}
+        self.users: dict[str, tuple[int, float]] = {}
+        self.reports: dict[str, int] = {}
+
+
+class UserFigures:
+    """The figures of one gateway. ``ranges`` are those of `LiveConfig`: a kind without a range has
+    a mean, and no part in satisfaction.
+
+    Example::
+
+        figures = UserFigures(config.live.ranges)
+        figures.answered("a1", Place("serving", 4), finish="stop", first_s=0.2, tokens=31)
+        figures.reported(report)
+        figures.windows()
+    """
+
+    def __init__(
+        self, ranges: Mapping[str, Sequence[float]], *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._ranges = ranges
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._since = 0.0
+        self._open: dict[Place, _Open] = {}
+        self._ended: list[UserWindow] = []
+        self._places: OrderedDict[str, Place] = OrderedDict()
+
+    def load(self, windows: Iterable[UserWindow]) -> None:
+        """Goes on from the windows that a gateway of this name stored before."""
+        with self._lock:
+            self._ended = list(windows)
+
+    def answered(
+        self, answer: str, place: Place, *, finish: str, first_s: float, tokens: int | None
+    ) -> None:
+        """Counts an answer; ``finish`` is its end, or how it ended early."""
+        with self._lock:
+            cell = self._cell(place)
+            if cell is None:
+                return
+            self._places[answer] = place
+            if len(self._places) > MOST_REMEMBERED:
+                self._places.popitem(last=False)
+            cell.answers += 1
+            cell.errors += finish in ("error", "timeout")
+            cell.left += finish == "left"
+            if finish not in ("error", "timeout", "left"):
+                cell.first_s = cell.first_s.with_value(first_s)
+                if tokens is not None:
+                    cell.tokens = cell.tokens.with_value(float(tokens))
+
+    def reported(self, report: Feedback) -> None:
+        """Counts a report of a client; signals of detectors are not users' words."""
+        if report.source == "detector":
+            return
+        with self._lock:
+            place = self._places.get(report.answer, Place(report.arm))
+            cell = self._cell(place)
+            if cell is None:
+                return
+            kind = report.kind
+            if kind not in cell.kinds and len(cell.kinds) >= KINDS_AT_MOST - 1:
+                kind = OTHER
+            cell.reports[kind] = cell.reports.get(kind, 0) + 1
+            user = report.user or report.conversation
+            if user not in cell.users and len(cell.users) >= MOST_USERS:
+                return
+            self._add(cell.kinds.setdefault(kind, {}), user, report.value)
+            scaled = self._scaled(report.kind, report.value)
+            if scaled is not None:
+                self._add(cell.users, user, scaled)
+
+    def windows(self) -> list[UserWindow]:
+        """Returns all windows, the oldest first, and the present one as it is now."""
+        with self._lock:
+            self._turn()
+            now = self._clock()
+            found = coarsened(self._ended, now)
+            present = self._present()
+            return [*found, present] if present.cells else found
+
+    @staticmethod
+    def _add(sums: dict[str, tuple[int, float]], user: str, value: float) -> None:
+        count, total = sums.get(user, (0, 0.0))
+        sums[user] = count + 1, total + value
+
+    def _scaled(self, kind: str, value: float) -> float | None:
+        """Return a value from 0, the worst, to 1, the best; None for a kind without a range."""
+        try:
+            worst, best = range_of(self._ranges, kind)
+        except InputError:
+            return None
+        return min(max((value - worst) / (best - worst), 0.0), 1.0)
+
+    def _cell(self, place: Place) -> _Open | None:
+        self._turn()
+        if place not in self._open and len(self._open) >= MOST_CELLS:
+            return None
+        return self._open.setdefault(place, _Open())
+
+    def _turn(self) -> None:
+        """Ends the window that is over, and begins the present one."""
+        since = self._clock() // WINDOW_S * WINDOW_S
+        if since == self._since:
+            return
+        ended = self._present()
+        if ended.cells:
+            self._ended = coarsened([*self._ended, ended], self._clock())
+        self._since, self._open = since, {}
+
+    def _present(self) -> UserWindow:
+        return UserWindow(
+            since=self._since,
+            seconds=WINDOW_S,
+            cells=[
+                UserCell(
+                    arm=place.arm,
+                    version=place.version,
+                    upstream=place.upstream,
+                    answers=one.answers,
+                    errors=one.errors,
+                    left=one.left,
+                    first_s=one.first_s,
+                    tokens=one.tokens,
+                    satisfaction=_of_users(one.users),
+                    kinds={kind: _of_users(users) for kind, users in one.kinds.items()},
+                    reports=dict(one.reports),
+                )
+                for place, one in self._open.items()
+            ],
+        )
+
+
+def _of_users(users: Mapping[str, tuple[int, float]]) -> MeanSums:
+    """Returns the sums over users of each one's mean."""
+    found = MeanSums()
+    for count, total in users.values():
+        found = found.with_value(total / count)
+    return found

@@ -1,0 +1,175 @@
+"""Windows of user figures: counts and sums by arm and version, which name no user.
+
+A gateway keeps them in its state, ``live/gateways/<gateway>.json``, for views. No decision rests on
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from deltawire.wire.decisions import UpstreamName
+from deltawire.wire.receipts import Arm
+
+MOST_WINDOWS = 256
+MOST_CELLS = 16
+MOST_BYTES = 512 << 10
+KINDS_AT_MOST = 16
+DAY_S, HOUR_S = 86_400.0, 3600.0
+COARSE = ((6 * HOUR_S, HOUR_S), (2 * DAY_S, DAY_S))
+"""Windows older than the first number of seconds are merged to the second."""
+KEPT_S = 90 * DAY_S
+Z = 1.96
+"""Of a normal interval of 95 %."""
+_Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+_Sum = Annotated[float, Meta(ge=-1e15, le=1e15)]
+
+
+class MeanSums(msgspec.Struct, frozen=True, array_like=True):
+    """A count of values, their sum, and the sum of their squares.
+
+    Example::
+
+        MeanSums().with_value(1.0).with_value(0.0).mean  # 0.5
+    """
+
+    count: _Count = 0
+    total: _Sum = 0.0
+    squares: Annotated[float, Meta(ge=0, le=1e24)] = 0.0
+
+    def with_value(self, value: float) -> MeanSums:
+        """Returns the sums with one more value."""
+        return MeanSums(self.count + 1, self.total + value, self.squares + value * value)
+
+    def plus(self, other: MeanSums) -> MeanSums:
+        """Returns the sums of both."""
+        return MeanSums(
+            self.count + other.count, self.total + other.total, self.squares + other.squares
+        )
+
+    @property
+    def mean(self) -> float | None:
+        """The mean; None without a value."""
+        return self.total / self.count if self.count else None
+
+    @property
+    def error(self) -> float | None:
+        """The standard error of the mean; None for fewer than two values."""
+        if self.count < 2:
+            return None
+        mean = self.total / self.count
+        spread = max(self.squares / self.count - mean * mean, 0.0) * self.count / (self.count - 1)
+        return math.sqrt(spread / self.count)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The ends of the normal interval of 95 %; None for fewer than two values."""
+        mean, error = self.mean, self.error
+        return None if mean is None or error is None else (mean - Z * error, mean + Z * error)
+
+
+class UserCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One arm and version in one window. ``version`` is -1 where it is not known, such as of a
+    report that another gateway's answer got.
+
+    ``errors`` are answers that no replica gave, ``left`` those whose client left before the end.
+    ``first_s``, in seconds, and ``tokens`` are of the others. ``satisfaction`` has one value for
+    each user who reported: the mean of its reports, each from 0, the worst, to 1, the best of its
+    kind. ``kinds`` has such values as they were reported, and ``reports`` counts reports.
+    """
+
+    arm: Arm
+    version: Annotated[int, Meta(ge=-1, le=1 << 48)] = -1
+    upstream: UpstreamName = ""
+    answers: _Count = 0
+    errors: _Count = 0
+    left: _Count = 0
+    first_s: MeanSums = MeanSums()
+    tokens: MeanSums = MeanSums()
+    satisfaction: MeanSums = MeanSums()
+    kinds: Annotated[dict[str, MeanSums], Meta(max_length=KINDS_AT_MOST)] = {}
+    reports: Annotated[dict[str, _Count], Meta(max_length=KINDS_AT_MOST)] = {}
+
+    @property
+    def place(self) -> tuple[str, int, str]:
+        """What answered: arm, version and upstream."""
+        return self.arm, self.version, self.upstream
+
+    def plus(self, other: UserCell) -> UserCell:
+        """Returns the sums of both, for the same place."""
+        kinds, reports = dict(self.kinds), dict(self.reports)
+        for kind, sums in other.kinds.items():
+            if kind in kinds or len(kinds) < KINDS_AT_MOST:
+                kinds[kind] = kinds.get(kind, MeanSums()).plus(sums)
+        for kind, count in other.reports.items():
+            if kind in reports or len(reports) < KINDS_AT_MOST:
+                reports[kind] = reports.get(kind, 0) + count
+        return UserCell(
+            arm=self.arm,
+            version=self.version,
+            upstream=self.upstream,
+            answers=self.answers + other.answers,
+            errors=self.errors + other.errors,
+            left=self.left + other.left,
+            first_s=self.first_s.plus(other.first_s),
+            tokens=self.tokens.plus(other.tokens),
+            satisfaction=self.satisfaction.plus(other.satisfaction),
+            kinds=kinds,
+            reports=reports,
+        )
+
+
+class UserWindow(msgspec.Struct, frozen=True, kw_only=True):
+    """The cells of the ``seconds`` from ``since`` on, in seconds since 1970."""
+
+    since: Annotated[float, Meta(ge=0, le=1e12)]
+    seconds: Annotated[float, Meta(gt=0, le=DAY_S)]
+    cells: Annotated[list[UserCell], Meta(max_length=MOST_CELLS)] = []
+
+
+def fitting(windows: list[UserWindow]) -> list[UserWindow]:
+    """Returns the newest windows that take at most `MOST_BYTES` as JSON."""
+    room, found = MOST_BYTES, []
+    for one in reversed(windows):
+        room -= len(msgspec.json.encode(one)) + 1
+        if room < 0:
+            break
+        found.append(one)
+    return found[::-1]
+
+
+def merged(cells: Iterable[UserCell]) -> list[UserCell]:
+    """Returns one cell for each place, of at most `MOST_CELLS` places."""
+    found: dict[tuple[str, int, str], UserCell] = {}
+    for one in cells:
+        if (known := found.get(one.place)) is not None:
+            found[one.place] = known.plus(one)
+        elif len(found) < MOST_CELLS:
+            found[one.place] = one
+    return list(found.values())
+
+
+def coarsened(windows: Iterable[UserWindow], now: float) -> list[UserWindow]:
+    """Returns windows, the oldest first, with older ones merged to hours and days, and the oldest
+    left out; of several gateways too."""
+    groups: dict[tuple[float, float], list[UserCell]] = {}
+    for one in windows:
+        age = now - one.since
+        if age > KEPT_S:
+            continue
+        seconds = one.seconds
+        for older, width in COARSE:
+            if age > older:
+                seconds = max(seconds, width)
+        since = one.since // seconds * seconds
+        groups.setdefault((since, seconds), []).extend(one.cells)
+    found = [
+        UserWindow(since=since, seconds=seconds, cells=merged(cells))
+        for (since, seconds), cells in sorted(groups.items())
+    ]
+    return found[-MOST_WINDOWS:]
