@@ -22,6 +22,7 @@ FORGOTTEN_AFTER_S = 86_400.0
 """A gateway that was silent for so long is not listed any more."""
 MAX_GATEWAYS = 1024
 LiveRole = Literal["gateway", "replica", "decider"]
+State = Literal["alive", "silent", "ended", "stalled"]
 
 
 class LiveProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +31,7 @@ class LiveProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     role: LiveRole
-    state: Literal["alive", "silent", "ended", "stalled"]
+    state: State
     doing: str = ""
     version: int | None = None
     age_s: float
@@ -80,15 +81,9 @@ def live_processes(
         age_s = max(now - one.at, 0.0)
         if age_s > FORGOTTEN_AFTER_S:
             continue
-        silent = "silent" if age_s > SILENT_AFTER_S else "alive"
-        found.append(
-            LiveProcess(
-                name=one.gateway,
-                role="gateway",
-                age_s=age_s,
-                state="ended" if one.ended else silent,
-            )
-        )
+        silent: State = "silent" if age_s > SILENT_AFTER_S else "alive"
+        state: State = "ended" if one.ended else silent
+        found.append(LiveProcess(name=one.gateway, role="gateway", age_s=age_s, state=state))
         if one.ended or silent == "silent":
             continue
         for replica in one.replicas:
