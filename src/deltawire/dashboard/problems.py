@@ -11,6 +11,7 @@ from deltawire.dashboard.wording import duration
 
 Severity = Literal["alarm", "warning"]
 MAX_NAMED = 12
+UNDECIDED_AFTER_S = 600.0
 
 
 class RunProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,15 +95,12 @@ def _silent_live(status: RunStatus) -> list[RunProblem]:
             words = f"{one.role} {one.name} takes no requests: {one.doing}"
             found.append(RunProblem(severity="warning", text=words, process=one.name))
     decides = [one for one in status.live_processes if one.role == "decider"]
-    undecided = status.release is not None and status.release.verdict in (
-        "gate",
-        "shadow",
-        "canary",
-    )
-    if undecided and not any(one.state == "alive" for one in decides):
+    release = status.release
+    waits = release is not None and release.verdict in ("gate", "shadow", "canary")
+    late = release is not None and status.at - release.at > UNDECIDED_AFTER_S
+    if waits and late and all(one.state == "ended" for one in decides):
         words = "a candidate is undecided, and nothing decides: start deltawire live decide"
-        if not any(one.state == "silent" for one in decides):
-            found.append(RunProblem(severity="alarm", text=words))
+        found.append(RunProblem(severity="warning", text=words))
     return found[:MAX_NAMED]
 
 

@@ -130,7 +130,11 @@ class LiveExchange:
         self._hides = hides
         asked = served.asked
         self._shown = ClientView(
-            ids=asked.ids, logprobs=asked.logprobs, reveal=reveal, model=asked.given.get("model")
+            ids=asked.ids,
+            logprobs=asked.logprobs,
+            reveal=reveal,
+            model=asked.given.get("model"),
+            plain_id=f"chatcmpl-{self.name}" if hides else "",
         )
         self._served = served
         self._recorder = recorder
@@ -214,7 +218,8 @@ class LiveExchange:
             stream = self._served.asked.stream
             async with call_replica(request, member, sent, stream=stream) as (upstream, pieces):
                 headers = headers_for(request, member, upstream)
-                if member.replica.upstream and upstream.status in UPSTREAM_FAULTS:
+                redirects = 300 <= upstream.status < 400
+                if redirects or (member.replica.upstream and upstream.status in UPSTREAM_FAULTS):
                     # The gateway's own key or model: no client can do anything about it.
                     _LOG.error("%s answers %d", member.replica.name, upstream.status)
                     raise aiohttp.ClientPayloadError(f"status {upstream.status}")
