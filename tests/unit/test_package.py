@@ -139,6 +139,7 @@ FLAGS = {
     "live": TRUST
     | {
         "--version",
+        "--upstream",
         "--reason",
         "--by",
         "--once",
@@ -166,6 +167,9 @@ FLAGS = {
         "--key",
         "--secret",
         "--model-name",
+        "--upstream",
+        "--upstream-model",
+        "--upstream-key-file",
         "--capture-header",
         "--capture-users",
         "--capture-share",

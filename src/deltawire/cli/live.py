@@ -277,7 +277,11 @@ def _show(state: dict[str, Any], *, as_json: bool) -> None:
     print(  # noqa: T201
         f"{state['state']}: "
         + (f"{_named(serving)} serves" if serving else "no version serves by decision")
-        + (f", candidate {_named(candidate)} at {state['share']:g}" if candidate else "")
+        + (
+            f", candidate {_named(candidate).removeprefix('version ')} at {state['share']:g}"
+            if candidate
+            else ""
+        )
     )
     operator = state["operator"]
     if operator["mode"] != "running":

@@ -17,7 +17,7 @@ from deltawire.runtime.decision_log import DecisionLog
 from deltawire.wire.captures import GatewayState
 from deltawire.wire.decisions import HOLD_BACK
 from deltawire.wire.receipts import SERVING
-from deltawire.wire.user_windows import MeanSums, UserCell, UserWindow, Z, coarsened, merged
+from deltawire.wire.user_windows import MeanSums, UserCounts, UserWindow, Z, coarsened, merged
 
 MOST_POINTS = 1024
 MOST_MARKS = 256
@@ -79,31 +79,31 @@ def users_of(
     windows = coarsened([one for gateway in gateways for one in gateway.windows], now)
     if not windows:
         return None
-    points = [point_of(window, cell) for window in windows for cell in window.cells]
+    points = [point_of(window, one) for window in windows for one in window.counts]
     total = _total(windows)
     return UserView(
         points=points[-MOST_POINTS:],
-        total=[point_of(total, cell) for cell in total.cells],
+        total=[point_of(total, one) for one in total.counts],
         marks=[] if log is None else _marks(log, windows[0].since),
-        effect=_effect(total.cells),
+        effect=_effect(total.counts),
     )
 
 
-def point_of(window: UserWindow, cell: UserCell) -> UserPoint:
-    """Returns the figures of one cell."""
+def point_of(window: UserWindow, counts: UserCounts) -> UserPoint:
+    """Returns the figures of one arm and version."""
     return UserPoint(
         since=window.since,
         seconds=window.seconds,
-        arm=cell.arm,
-        version=cell.version if cell.version >= 0 else None,
-        upstream=cell.upstream,
-        answers=cell.answers,
-        errors=share_of(cell.errors, cell.answers),
-        left=share_of(cell.left, cell.answers),
-        first_s=_measured(cell.first_s),
-        tokens=_measured(cell.tokens),
-        satisfaction=_measured(cell.satisfaction),
-        kinds={kind: _measured(sums) for kind, sums in sorted(cell.kinds.items())},
+        arm=counts.arm,
+        version=counts.version if counts.version >= 0 else None,
+        upstream=counts.upstream,
+        answers=counts.answers,
+        errors=share_of(counts.errors, counts.answers),
+        left=share_of(counts.left, counts.answers),
+        first_s=_measured(counts.first_s),
+        tokens=_measured(counts.tokens),
+        satisfaction=_measured(counts.satisfaction),
+        kinds={kind: _measured(sums) for kind, sums in sorted(counts.kinds.items())},
     )
 
 
@@ -126,19 +126,19 @@ def share_of(part: int, count: int) -> Measured:
 
 
 def _total(windows: Sequence[UserWindow]) -> UserWindow:
-    """Returns all windows as one, in which an arm's versions are one cell."""
-    cells = [
-        msgspec.structs.replace(cell, version=-1, upstream="")
+    """Returns all windows as one, in which an arm's versions are one."""
+    counts = [
+        msgspec.structs.replace(one, version=-1, upstream="")
         for window in windows
-        for cell in window.cells
+        for one in window.counts
     ]
     since = windows[0].since
     seconds = min(windows[-1].since + windows[-1].seconds - since, 86_400.0)
-    return UserWindow(since=since, seconds=seconds, cells=merged(cells))
+    return UserWindow(since=since, seconds=seconds, counts=merged(counts))
 
 
-def _effect(cells: Sequence[UserCell]) -> Measured | None:
-    by = {cell.arm: cell.satisfaction for cell in cells}
+def _effect(counts: Sequence[UserCounts]) -> Measured | None:
+    by = {one.arm: one.satisfaction for one in counts}
     mine, theirs = by.get(SERVING, MeanSums()), by.get(HOLD_BACK, MeanSums())
     if mine.mean is None or theirs.mean is None or mine.error is None or theirs.error is None:
         return None

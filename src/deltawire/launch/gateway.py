@@ -359,8 +359,9 @@ def _lines(state: ReplicaSetState) -> dict[str, str]:
     for replica in state.replicas:
         loading = replica.loading_state
         if replica.upstream:
-            words = "answers, nothing attests its weights" if replica.readiness else loading.stage
-            lines[replica.name] = words + (f": {loading.message}" if loading.message else "")
+            answers = "answers, nothing attests its weights"
+            said = answers if replica.readiness else str(loading.stage)
+            lines[replica.name] = said + (f": {loading.message}" if loading.message else "")
             continue
         words = [replica.current_snapshot_identity or "no snapshot", loading.stage]
         if loading.stage == "loading" and loading.target_snapshot_identity:

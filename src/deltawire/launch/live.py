@@ -516,7 +516,7 @@ def line_of(decision: Decision) -> str:
     number = f"{time_of(decision.at)} {decision.number}"
     words = [f"{number}: {decision.verdict}", f"{decision.serving.words} serves"]
     if decision.candidate is not None:
-        words.append(f"candidate {decision.candidate.words}")
+        words.append(f"candidate {decision.candidate.words.removeprefix('version ')}")
     if decision.share:
         words.append(f"share {decision.share:g}")
     if decision.copies:

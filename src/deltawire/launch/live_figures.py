@@ -20,4 +20,4 @@ def users_row(bucket: Bucket, log: DecisionLog, now: float) -> dict[str, Any] | 
         found = users_of(read_gateways(bucket), log, now)
     except CorruptError as error:
         return {"fault": error.message}
-    return None if found is None else msgspec.to_builtins(found)  # type: ignore[no-any-return]
+    return None if found is None else msgspec.to_builtins(found)

@@ -17,7 +17,7 @@ from deltawire.wire.decisions import UpstreamName
 from deltawire.wire.receipts import Arm
 
 MOST_WINDOWS = 256
-MOST_CELLS = 16
+MOST_SOURCES = 16
 MOST_BYTES = 512 << 10
 KINDS_AT_MOST = 16
 DAY_S, HOUR_S = 86_400.0, 3600.0
@@ -73,7 +73,7 @@ class MeanSums(msgspec.Struct, frozen=True, array_like=True):
         return None if mean is None or error is None else (mean - Z * error, mean + Z * error)
 
 
-class UserCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class UserCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One arm and version in one window. ``version`` is -1 where it is not known, such as of a
     report that another gateway's answer got.
 
@@ -97,10 +97,10 @@ class UserCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def place(self) -> tuple[str, int, str]:
-        """What answered: arm, version and upstream."""
+        """Returns arm, version and upstream."""
         return self.arm, self.version, self.upstream
 
-    def plus(self, other: UserCell) -> UserCell:
+    def plus(self, other: UserCounts) -> UserCounts:
         """Returns the sums of both, for the same place."""
         kinds, reports = dict(self.kinds), dict(self.reports)
         for kind, sums in other.kinds.items():
@@ -109,7 +109,7 @@ class UserCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         for kind, count in other.reports.items():
             if kind in reports or len(reports) < KINDS_AT_MOST:
                 reports[kind] = reports.get(kind, 0) + count
-        return UserCell(
+        return UserCounts(
             arm=self.arm,
             version=self.version,
             upstream=self.upstream,
@@ -125,11 +125,11 @@ class UserCell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class UserWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """The cells of the ``seconds`` from ``since`` on, in seconds since 1970."""
+    """The counts of the ``seconds`` from ``since`` on, in seconds since 1970."""
 
     since: Annotated[float, Meta(ge=0, le=1e12)]
     seconds: Annotated[float, Meta(gt=0, le=DAY_S)]
-    cells: Annotated[list[UserCell], Meta(max_length=MOST_CELLS)] = []
+    counts: Annotated[list[UserCounts], Meta(max_length=MOST_SOURCES)] = []
 
 
 def fitting(windows: list[UserWindow]) -> list[UserWindow]:
@@ -143,13 +143,13 @@ def fitting(windows: list[UserWindow]) -> list[UserWindow]:
     return found[::-1]
 
 
-def merged(cells: Iterable[UserCell]) -> list[UserCell]:
-    """Returns one cell for each place, of at most `MOST_CELLS` places."""
-    found: dict[tuple[str, int, str], UserCell] = {}
-    for one in cells:
+def merged(counts: Iterable[UserCounts]) -> list[UserCounts]:
+    """Adds up those of the same arm, version and upstream, of at most `MOST_SOURCES`."""
+    found: dict[tuple[str, int, str], UserCounts] = {}
+    for one in counts:
         if (known := found.get(one.place)) is not None:
             found[one.place] = known.plus(one)
-        elif len(found) < MOST_CELLS:
+        elif len(found) < MOST_SOURCES:
             found[one.place] = one
     return list(found.values())
 
@@ -157,7 +157,7 @@ def merged(cells: Iterable[UserCell]) -> list[UserCell]:
 def coarsened(windows: Iterable[UserWindow], now: float) -> list[UserWindow]:
     """Returns windows, the oldest first, with older ones merged to hours and days, and the oldest
     left out; of several gateways too."""
-    groups: dict[tuple[float, float], list[UserCell]] = {}
+    groups: dict[tuple[float, float], list[UserCounts]] = {}
     for one in windows:
         age = now - one.since
         if age > KEPT_S:
@@ -167,9 +167,9 @@ def coarsened(windows: Iterable[UserWindow], now: float) -> list[UserWindow]:
             if age > older:
                 seconds = max(seconds, width)
         since = one.since // seconds * seconds
-        groups.setdefault((since, seconds), []).extend(one.cells)
+        groups.setdefault((since, seconds), []).extend(one.counts)
     found = [
-        UserWindow(since=since, seconds=seconds, cells=merged(cells))
-        for (since, seconds), cells in sorted(groups.items())
+        UserWindow(since=since, seconds=seconds, counts=merged(counts))
+        for (since, seconds), counts in sorted(groups.items())
     ]
     return found[-MOST_WINDOWS:]

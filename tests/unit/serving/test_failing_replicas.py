@@ -15,7 +15,6 @@ from live_gateway import live_serving, published
 from deltawire.serving import outlier as outlier_module
 from deltawire.serving import replica_set as replica_sets
 from deltawire.serving.app import (
-    KEY,
     LIMITS,
     REPLICAS,
     SESSION,
@@ -26,7 +25,7 @@ from deltawire.serving.app import (
     call_replica,
 )
 from deltawire.serving.outlier import FAILURES, LEFT_OUT_AT_MOST_S, LEFT_OUT_S, Outlier
-from deltawire.serving.replica import HeldVersion
+from deltawire.serving.replica import HeldVersion, Replica
 from deltawire.serving.replica_set import LEAST_LOAD, ReplicaSet, TargetVersion
 from deltawire.serving.vllm import VllmReplica
 from deltawire.testing.tiny import start_run
@@ -228,7 +227,7 @@ def stub_request():
     """As much of a request for an answer as its tries and its call read."""
     route = SimpleNamespace(resource=SimpleNamespace(canonical="/v1/completions"))
     return SimpleNamespace(
-        app={KEY: ""},
+        app={},
         match_info=SimpleNamespace(route=route),
         method="POST",
         headers={},
@@ -268,7 +267,8 @@ def test_the_headers_and_the_first_piece_of_a_stream_share_one_limit():
         request = stub_request()
         request.app[LIMITS] = CallLimits(first_s=1.0)
         request.app[SESSION] = SimpleNamespace(request=answer_slowly)
-        member = SimpleNamespace(replica=SimpleNamespace(base_url=""))
+        member = SimpleNamespace(replica=Replica())
+        member.replica.base_url = ""
         async with call_replica(request, member, b"", stream=True) as (_, pieces):
             await anext(pieces)
 

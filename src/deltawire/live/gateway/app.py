@@ -35,7 +35,7 @@ from deltawire.live.capture.consent import CAPTURE_HEADER
 from deltawire.live.feedback.intake import MAX_BODY_BYTES, Taken, UnknownReceiptError
 from deltawire.live.gateway.answer_ids import AnswerIds
 from deltawire.live.gateway.answer_rows import ServedRequest
-from deltawire.live.gateway.exchange import EXCHANGE, FAILURES, AnswerForm, ChatForm, LiveExchange
+from deltawire.live.gateway.exchange import EXCHANGE, FAILURES, ChatForm, ClientForm, LiveExchange
 from deltawire.live.gateway.model_names import ModelNames
 from deltawire.live.gateway.options import refuse_options
 from deltawire.live.gateway.recorder import Recorder
@@ -223,12 +223,12 @@ class LiveCalls:
         (model,) = self._names.listed()[:1]
         return json_answer({**model, "id": name})
 
-    def _asked(self, request: web.Request, data: bytes) -> tuple[AskedAnswer, AnswerForm]:
+    def _asked(self, request: web.Request, data: bytes) -> tuple[AskedAnswer, ClientForm]:
         """Reads a request; raises `InputError` for one that no upstream would answer as it says."""
         assert self._names is not None
         body = decode_body(data)
         body["model"] = self._names.check(body.get("model"))
-        form: AnswerForm = ChatForm()
+        form: ClientForm = ChatForm()
         route = route_of(request)
         if route == RESPONSES:
             form, body = ResponseForm(body), chat_of(body)

@@ -57,7 +57,7 @@ MOST_REASON = 1000
 """Characters of a replica's own words on why it refuses a request."""
 
 
-class AnswerForm(Protocol):
+class ClientForm(Protocol):
     """The form in which one client gets its answer. `Mapping`s are of a chat or a completion, as
     the client may see them; ``member`` has the receipts."""
 
@@ -118,7 +118,7 @@ class LiveExchange:
         recorder: Recorder,
         ids: AnswerIds,
         names: ModelNames,
-        form: AnswerForm,
+        form: ClientForm,
         *,
         reveal: bool,
         hides: bool = False,
@@ -134,7 +134,7 @@ class LiveExchange:
             logprobs=asked.logprobs,
             reveal=reveal,
             model=asked.given.get("model"),
-            plain_id=f"chatcmpl-{self.name}" if hides else "",
+            own_id=f"chatcmpl-{self.name}" if hides else "",
         )
         self._served = served
         self._recorder = recorder

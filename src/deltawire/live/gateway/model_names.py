@@ -32,17 +32,17 @@ ANY_NAME = "*"
 MAX_LIST_BYTES = 1 << 20
 MAX_NAMES = 256
 ANSWER_WITHIN_S = 5.0
-LOOK_EVERY_S = 60.0
+POLL_EVERY_S = 60.0
 RETRY_EVERY_S = 1.0
 _LOG = logging.getLogger("deltawire.live")
 
 
-class _Model(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class _Models(msgspec.Struct):
-    data: Annotated[list[_Model], Meta(max_length=MAX_NAMES)]
+class _ListedModels(msgspec.Struct):
+    data: Annotated[list[_ListedModel], Meta(max_length=MAX_NAMES)]
 
 
 class ModelNames:
@@ -77,9 +77,9 @@ class ModelNames:
         while True:
             asked = [m for m in self._replicas.members if m.held and not m.replica.model]
             waiting = [m for m in asked if not self._names_of(m)]
-            await asyncio.gather(*(self._look(member) for member in waiting or asked))
+            await asyncio.gather(*(self._poll(member) for member in waiting or asked))
             known = all(self._names_of(m) for m in self._replicas.members)
-            await asyncio.sleep(LOOK_EVERY_S if known else RETRY_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S if known else RETRY_EVERY_S)
 
     def names(self) -> list[str]:
         """Returns the names that clients may use, the first of which is used where they give none;
@@ -133,7 +133,7 @@ class ModelNames:
         stated = member.replica.model
         return (stated,) if stated else self._listed.get(member.replica.name, ())
 
-    async def _look(self, member: TrackedReplica) -> None:
+    async def _poll(self, member: TrackedReplica) -> None:
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
                 names = await self._ask(member)
@@ -152,7 +152,7 @@ class ModelNames:
             if answer.status != 200:
                 raise RetryError(f"status {answer.status}")
         try:
-            found = msgspec.json.decode(data, type=prepared(_Models))
+            found = msgspec.json.decode(data, type=prepared(_ListedModels))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptError("no list of models") from error
         return tuple(dict.fromkeys(one.id for one in found.data))

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,13 @@ from deltawire.live.gateway.answer_rows import ServedRequest, capture_row, drawn
 from deltawire.live.gateway.conversations import Conversations, LastAnswer
 from deltawire.live.gateway.engine_tokens import AnswerReader, ChoiceTokens
 from deltawire.live.gateway.requests import AskedAnswer
-from deltawire.live.gateway.user_figures import Place, UserFigures
+from deltawire.live.gateway.user_figures import AnswerSource, UserFigures
 from deltawire.private_files import private_folder, read_private, replace_private
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.captures import (
     FAILED,
     LEFT,
-    MAX_GATEWAY_BYTES,
     NOT_STORED,
     TIMED_OUT,
     WITHHELD,
@@ -67,7 +67,7 @@ from deltawire.wire.captures import (
     encode_row,
 )
 from deltawire.wire.decisions import Assignment, assign
-from deltawire.wire.objects import decode_json, encode_json
+from deltawire.wire.objects import encode_json
 from deltawire.wire.receipts import (
     MAX_SPANS,
     Receipt,
@@ -190,22 +190,12 @@ class Recorder:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts uploads and maintenance; stored rows are reported to ``loop``."""
         self._loop = loop
-        threading.Thread(target=self._load_figures, name="live-figures", daemon=True).start()
+        load = partial(self.figures.load_from, self._bucket, self.name)
+        threading.Thread(target=load, name="live-figures", daemon=True).start()
         self.uploader.start()
         self.maintenance.start()
         if self._reconsent is not None:
             threading.Thread(target=self._follow_consent, name="live-consent", daemon=True).start()
-
-    def _load_figures(self) -> None:
-        """Goes on from the figures that this gateway stored before; they only inform people."""
-        key = keys.live_gateway(self.name)
-        try:
-            data = self._bucket.get(key, limit=MAX_GATEWAY_BYTES)
-            if data is not None:
-                found = decode_json(data, GatewayState, run=self._bucket.url, key=key)
-                self.figures.load(found.windows)
-        except DeltawireError as error:
-            _LOG.warning("figures of earlier answers are left out: %s", error.message)
 
     def close(self) -> None:
         """Uploads what can be uploaded and closes the spools; the rest waits on disk."""
@@ -337,7 +327,7 @@ class Recorder:
         choices = [reader.choices[index] for index in sorted(reader.choices)]
         if not served.capture or not choices:
             spans = [] if version is None else [(version, 1)]
-            found = []
+            found: list[str] = []
             for choice in choices or [ChoiceTokens()]:
                 receipt = self._receipt(served, spans, recorded=False)
                 if not found:
@@ -363,11 +353,13 @@ class Recorder:
         Nothing waits for the disk: the client may be gone."""
         self.counts[_EARLY_ENDS[finish]] += 1
         early = finish, first_s, None
-        receipt = self._receipt(served, [], recorded=served.capture)
-        self._figure(served, receipt, *early)
         if not served.capture:
+            receipt = self._receipt(served, [], recorded=False)
             self._store_judged(served, receipt, [], finish, first_s)
+            self._figure(served, receipt, *early)
             return
+        receipt = self._receipt(served, [], recorded=True)
+        self._figure(served, receipt, *early)
         choice, sealed = ChoiceTokens(finish=finish), self._seal(receipt)
         row = capture_row(served, AnswerReader(), choice, receipt, sealed, reason[:256], first_s)
 
@@ -494,7 +486,7 @@ class Recorder:
         self, served: ServedRequest, receipt: Receipt, finish: str, first_s: float, tokens: Any
     ) -> None:
         version = -1 if served.held is None else served.held
-        place = Place(receipt.arm, version, served.upstream)
+        place = AnswerSource(receipt.arm, version, served.upstream)
         self.figures.answered(receipt.answer, place, finish=finish, first_s=first_s, tokens=tokens)
 
     def _seal(self, receipt: Receipt) -> str:

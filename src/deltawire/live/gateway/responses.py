@@ -320,12 +320,12 @@ class ResponseForm:
                 continue
             said = row.get("message") or row.get("delta") or {}
             if isinstance(said, dict):
-                events += self._say(said)
+                events += self._add_said(said)
             if row.get("finish_reason"):
                 self._finish = str(row["finish_reason"])
         return events
 
-    def _say(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _add_said(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         text, calls = said.get("content"), said.get("tool_calls")
         if isinstance(text, str) and text:

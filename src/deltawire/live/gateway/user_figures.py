@@ -6,27 +6,31 @@
     uploader's thread: windows() ─▶ the gateway's state in the bucket
 
 A window is counts and sums only. Within it each user counts once for each kind of feedback, by the
-mean of its reports, so that a user who reports much does not look like many. Who reported stays in
+mean of its reports, so that a user who reports much does not look like many. Names of users stay in
 memory, and only until the window ends. Windows become longer as they age, so that they take bounded
 space.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from deltawire.config.ranges import range_of
-from deltawire.errors import InputError
-from deltawire.wire.captures import Feedback
+from deltawire.errors import DeltawireError, InputError
+from deltawire.store import Bucket
+from deltawire.wire import keys
+from deltawire.wire.captures import MAX_GATEWAY_BYTES, Feedback, GatewayState
+from deltawire.wire.objects import decode_json
 from deltawire.wire.user_windows import (
     KINDS_AT_MOST,
-    MOST_CELLS,
+    MOST_SOURCES,
     MeanSums,
-    UserCell,
+    UserCounts,
     UserWindow,
     coarsened,
 )
@@ -35,12 +39,13 @@ WINDOW_S = 900.0
 MOST_USERS = 50_000
 """Users of one window whose reports are told apart; of further ones only answers count."""
 MOST_REMEMBERED = 100_000
+_LOG = logging.getLogger("deltawire.live")
 OTHER = "other"
 """Further kinds of feedback of one arm count together."""
 
 
-class Place(NamedTuple):
-    """What answered: an arm, and the version or the upstream, as far as it is known."""
+class AnswerSource(NamedTuple):
+    """An arm, and the version or the upstream that answered, as far as it is known."""
 
     arm: str
     version: int = -1
@@ -65,7 +70,7 @@ class UserFigures:
     Example::
 
         figures = UserFigures(config.live.ranges)
-        figures.answered("a1", Place("serving", 4), finish="stop", first_s=0.2, tokens=31)
+        figures.answered("a1", AnswerSource("serving", 4), finish="stop", first_s=0.2, tokens=31)
         figures.reported(report)
         figures.windows()
     """
@@ -77,54 +82,64 @@ class UserFigures:
         self._clock = clock
         self._lock = threading.Lock()
         self._since = 0.0
-        self._open: dict[Place, _Open] = {}
+        self._open: dict[AnswerSource, _Open] = {}
         self._ended: list[UserWindow] = []
-        self._places: OrderedDict[str, Place] = OrderedDict()
+        self._places: OrderedDict[str, AnswerSource] = OrderedDict()
 
-    def load(self, windows: Iterable[UserWindow]) -> None:
-        """Goes on from the windows that a gateway of this name stored before."""
+    def load_from(self, bucket: Bucket, gateway: str) -> None:
+        """Goes on from the windows that a gateway of this name stored before. If they cannot be
+        read, it begins without them: these figures only inform people."""
+        key = keys.live_gateway(gateway)
+        try:
+            data = bucket.get(key, limit=MAX_GATEWAY_BYTES)
+            if data is None:
+                return
+            windows = decode_json(data, GatewayState, run=bucket.url, key=key).windows
+        except DeltawireError as error:
+            _LOG.warning("figures of earlier answers are left out: %s", error.message)
+            return
         with self._lock:
-            self._ended = list(windows)
+            self._ended = [*windows, *self._ended]
 
     def answered(
-        self, answer: str, place: Place, *, finish: str, first_s: float, tokens: int | None
+        self, answer: str, place: AnswerSource, *, finish: str, first_s: float, tokens: int | None
     ) -> None:
         """Counts an answer; ``finish`` is its end, or how it ended early."""
         with self._lock:
-            cell = self._cell(place)
-            if cell is None:
+            found = self._counts_of(place)
+            if found is None:
                 return
             self._places[answer] = place
             if len(self._places) > MOST_REMEMBERED:
                 self._places.popitem(last=False)
-            cell.answers += 1
-            cell.errors += finish in ("error", "timeout")
-            cell.left += finish == "left"
+            found.answers += 1
+            found.errors += finish in ("error", "timeout")
+            found.left += finish == "left"
             if finish not in ("error", "timeout", "left"):
-                cell.first_s = cell.first_s.with_value(first_s)
+                found.first_s = found.first_s.with_value(first_s)
                 if tokens is not None:
-                    cell.tokens = cell.tokens.with_value(float(tokens))
+                    found.tokens = found.tokens.with_value(float(tokens))
 
     def reported(self, report: Feedback) -> None:
         """Counts a report of a client; signals of detectors are not users' words."""
         if report.source == "detector":
             return
         with self._lock:
-            place = self._places.get(report.answer, Place(report.arm))
-            cell = self._cell(place)
-            if cell is None:
+            place = self._places.get(report.answer, AnswerSource(report.arm))
+            found = self._counts_of(place)
+            if found is None:
                 return
             kind = report.kind
-            if kind not in cell.kinds and len(cell.kinds) >= KINDS_AT_MOST - 1:
+            if kind not in found.kinds and len(found.kinds) >= KINDS_AT_MOST - 1:
                 kind = OTHER
-            cell.reports[kind] = cell.reports.get(kind, 0) + 1
+            found.reports[kind] = found.reports.get(kind, 0) + 1
             user = report.user or report.conversation
-            if user not in cell.users and len(cell.users) >= MOST_USERS:
+            if user not in found.users and len(found.users) >= MOST_USERS:
                 return
-            self._add(cell.kinds.setdefault(kind, {}), user, report.value)
+            self._add(found.kinds.setdefault(kind, {}), user, report.value)
             scaled = self._scaled(report.kind, report.value)
             if scaled is not None:
-                self._add(cell.users, user, scaled)
+                self._add(found.users, user, scaled)
 
     def windows(self) -> list[UserWindow]:
         """Returns all windows, the oldest first, and the present one as it is now."""
@@ -133,7 +148,7 @@ class UserFigures:
             now = self._clock()
             found = coarsened(self._ended, now)
             present = self._present()
-            return [*found, present] if present.cells else found
+            return [*found, present] if present.counts else found
 
     @staticmethod
     def _add(sums: dict[str, tuple[int, float]], user: str, value: float) -> None:
@@ -148,9 +163,9 @@ class UserFigures:
             return None
         return min(max((value - worst) / (best - worst), 0.0), 1.0)
 
-    def _cell(self, place: Place) -> _Open | None:
+    def _counts_of(self, place: AnswerSource) -> _Open | None:
         self._turn()
-        if place not in self._open and len(self._open) >= MOST_CELLS:
+        if place not in self._open and len(self._open) >= MOST_SOURCES:
             return None
         return self._open.setdefault(place, _Open())
 
@@ -160,7 +175,7 @@ class UserFigures:
         if since == self._since:
             return
         ended = self._present()
-        if ended.cells:
+        if ended.counts:
             self._ended = coarsened([*self._ended, ended], self._clock())
         self._since, self._open = since, {}
 
@@ -168,8 +183,8 @@ class UserFigures:
         return UserWindow(
             since=self._since,
             seconds=WINDOW_S,
-            cells=[
-                UserCell(
+            counts=[
+                UserCounts(
                     arm=place.arm,
                     version=place.version,
                     upstream=place.upstream,

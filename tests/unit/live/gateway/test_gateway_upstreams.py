@@ -142,8 +142,7 @@ def test_a_canary_of_a_version_against_a_provider(tmp_path, monkeypatch):
             tmp_path,
             monkeypatch,
             replicas=1,
-            extra=beside(provider),
-            model_names=NAMES,
+            **beside(provider),
             release=RELEASE,
         ) as at:
             decider.choose("gate", PROVIDER, decider.served(2))
@@ -188,8 +187,7 @@ def test_a_provider_as_a_candidate_and_a_candidate_that_is_left_out(tmp_path, mo
             tmp_path,
             monkeypatch,
             replicas=1,
-            extra=beside(provider),
-            model_names=NAMES,
+            **beside(provider),
             release=RELEASE,
         ) as at:
             decider.choose("gate", decider.served(0), PROVIDER)
@@ -263,8 +261,7 @@ def test_a_provider_that_refuses_the_key_or_is_away_says_so(tmp_path, monkeypatc
             published(),
             tmp_path,
             monkeypatch,
-            extra=beside(provider),
-            model_names=NAMES,
+            **beside(provider),
             wait=False,
         ) as at:
             await until(lambda: at.replicas.state().replicas[-1].loading_state.stage == "error")
