@@ -64,7 +64,13 @@ def test_settings_are_passed_on_and_credentials_are_not() -> None:
     texts = [path.read_text(encoding="utf-8") for path in source.rglob("*.py")]
     names = {name for text in texts for name in re.findall(r"\bDELTAWIRE_[A-Z_]+", text)}
     kept = {
-        *("DELTAWIRE_TOKEN", "DELTAWIRE_ADMIN_TOKEN", "DELTAWIRE_REPLICA_KEY", "DELTAWIRE_UPSTREAM_KEY_"),
+        *(
+            "DELTAWIRE_TOKEN",
+            "DELTAWIRE_ADMIN_TOKEN",
+            "DELTAWIRE_REPLICA_KEY",
+            "DELTAWIRE_UPSTREAM_KEY_",
+        ),
+        "DELTAWIRE_UPSTREAM_KEY_NAME",
         *("DELTAWIRE_EPISODE", "DELTAWIRE_EPISODE_KEY_", "DELTAWIRE_RUN", "DELTAWIRE_LIVE_SECRET"),
         *("DELTAWIRE_VERSION", "DELTAWIRE_VERSION_DIR"),
         # Those of another framework's loop, which deltawire starts no process of.
