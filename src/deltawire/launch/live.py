@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import math
 import sys
 import threading
 import time
@@ -14,21 +13,20 @@ from typing import Any, Literal
 import msgspec
 
 from deltawire.config import RunConfig
-from deltawire.config.release import ReleaseConfig
 from deltawire.display import safe_line, time_of
 from deltawire.errors import InputError, RetryError
 from deltawire.estimates import OffPolicyEstimate
 from deltawire.events import Evaluated, ServingMeasured
-from deltawire.launch.live_figures import users_row
+from deltawire.launch.live_figures import finding_row, lineage_row, shadow_row, users_row
 from deltawire.launch.role_keys import read_signer
 from deltawire.launch.upstreams import target_of
 from deltawire.live.deployment_secret import generation_in_use
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
 from deltawire.live.release.decider_liveness import DeciderLiveness
-from deltawire.live.release.evidence import DifferenceFinding, Evidence, planned_answers
+from deltawire.live.release.evidence import Evidence, planned_answers
 from deltawire.live.release.hold_back import HoldBackEvidence
 from deltawire.live.release.hold_back_outcomes import HoldBackOutcomes
-from deltawire.live.release.lineage import PromotionLineage, lineage_of, with_lineage_margin
+from deltawire.live.release.lineage import lineage_of, with_lineage_margin
 from deltawire.live.release.next_decision import (
     Situation,
     decide_by_hand,
@@ -443,7 +441,7 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
         "serving": _version(newest.serving if newest else None),
         "restores": None,
         "candidate": None,
-        "lineage": _lineage_row(lineage_of(releaser.log, releaser.release), releaser.release),
+        "lineage": lineage_row(lineage_of(releaser.log, releaser.release), releaser.release),
         "hold_back": _hold_back_row(releaser, now),
         "gate_failures": releaser.log.gate_failures(),
         "paused_until": releaser.log.paused_until(),
@@ -462,7 +460,7 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
         "share": newest.share,
         "copies": newest.copies,
         "waits_for": newest.waits_for,
-        "shadow": _shadow_row(releaser.shadow(), releaser.release.shadow),
+        "shadow": shadow_row(releaser.shadow(), releaser.release.shadow),
     }
     estimate = releaser.estimate()
     state["estimate"] = None if estimate is None else msgspec.structs.asdict(estimate)
@@ -475,7 +473,7 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
             for share, (mine, theirs) in evidence.counts.items()
         }
         tests = {"not_worse": evidence.metric, "worse": evidence.worse, **evidence.guardrails}
-        state["tests"] = {name: _test_row(one) for name, one in tests.items()}
+        state["tests"] = {name: finding_row(one) for name, one in tests.items()}
         state["sample_ratio_mismatch"] = evidence.mismatched
         state["live"] = {"candidate": evidence.live[0], "serving": evidence.live[1]}
         gap = evidence.gap
@@ -526,18 +524,6 @@ def line_of(decision: Decision) -> str:
     return safe_line(f"{', '.join(words)}; by {decision.by}: {decision.reason}")
 
 
-def _shadow_row(shadow: ShadowEvidence | None, wanted: int) -> dict[str, Any] | None:
-    if shadow is None:
-        return None
-    return {
-        "copies": shadow.copies,
-        "wanted": wanted,
-        "dropped": shadow.dropped,
-        "first_s": {"candidate": shadow.first_s[0], "serving": shadow.first_s[1]},
-        "tests": {name: _test_row(one) for name, one in shadow.guardrails.items()},
-    }
-
-
 def _hold_back_row(releaser: Releaser, now: float) -> dict[str, Any] | None:
     """Returns what promotions add up to against the hold-back version; None if there is none."""
     newest = releaser.log.newest
@@ -564,27 +550,6 @@ def _hold_back_row(releaser: Releaser, now: float) -> dict[str, Any] | None:
             "better": found.better,
         }
     return row
-
-
-def _lineage_row(found: PromotionLineage, release: ReleaseConfig) -> dict[str, Any]:
-    return {
-        "first": found.first,
-        "promotions": found.promotions,
-        "spent": found.spent,
-        "margin": found.margin,
-        "change": math.fsum(found.changes),
-        "measured_worse": sum(change < 0 for change in found.changes),
-        "bound": release.creep or None,
-    }
-
-
-def _test_row(one: DifferenceFinding) -> dict[str, Any]:
-    return {
-        "difference": one.difference,
-        "log_evidence": one.log_evidence,
-        "log_threshold": one.log_threshold,
-        "rejects": one.rejects,
-    }
 
 
 def _version(one: ServedVersion | None) -> dict[str, Any] | None:
