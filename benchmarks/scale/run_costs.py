@@ -40,6 +40,7 @@ from deltawire.runtime.event_tail import events_of
 from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_manifest, read_run
 from deltawire.testing.s3_server import S3Server
+from deltawire.testing.throttle import Attempts
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.manifest import Manifest
 
@@ -218,11 +219,21 @@ def _observe(
     manifests = [read_manifest(bucket, run, version) for version in range(first + 1, last + 1)]
     deltas = [one.delta for one in manifests if one is not None and one.delta is not None]
     return Observed(
-        seconds=seconds, versions=steps, busy_s=busy, groups=groups / steps,
+        seconds=seconds, versions=committed(attempts), busy_s=busy, groups=groups / steps,
         group_tokens=_group_tokens(bucket, manifests[-1]), get_s=probes[0](), put_s=probes[1](),
         delta_bytes=fmean(delta.bytes for delta in deltas),
         values=sum(spec.count for spec in run.tensors), attempts=attempts,
     )  # fmt: skip
+
+
+def committed(attempts: Sequence[Attempts]) -> int:
+    """Returns the versions that the trainer committed. It commits a step's a little later, so that
+    there may be one more or less of them than of steps."""
+    return sum(
+        one.made
+        for one in attempts
+        if (one.client, one.verb, one.kind) == ("trainer", "PUT", "weights/manifests")
+    )
 
 
 def _group_tokens(bucket: Bucket, manifest: Manifest | None) -> float:

@@ -395,11 +395,9 @@ def _add_anchors(bill: Bill, request: PlanRequest, region: str, store: StoreKind
     anchors = day.versions / request.trainer.anchor_every
     size = ANCHOR_SHARE[request.model.precision] * day.amounts.model_bytes
     blobs = math.ceil(size / BLOB_BYTES)
-    # They are looked for after the commit. A relay also reads the deltas since its last anchor.
-    reads, listings = blobs, CHECK_LISTINGS
-    if region:
-        reads += request.trainer.anchor_every * (day.amounts.blobs + 1)
-        listings += CHECK_LISTINGS
+    # Made from the deltas since the last one, and looked for before and after that.
+    reads = blobs + request.trainer.anchor_every * (day.amounts.blobs + 1)
+    listings = 2 * CHECK_LISTINGS
     bill.add(
         "anchors", region, store, reads=reads * anchors, writes=(blobs + 1 + listings) * anchors,
         kept_bytes=size * anchors,

@@ -331,3 +331,5 @@ def test_a_trainers_polls_are_those_that_a_store_counted(
     assert polls.reads / per_day == pytest.approx(reads, rel=0.15)
     assert polls.writes / per_day == pytest.approx(listings, rel=0.15)
     assert lines["trainer.json"].writes / per_day == pytest.approx(writes, rel=0.15)
+    # Each anchor is one blob here, made from the blobs and manifests of five versions.
+    assert lines["anchors"].reads / per_day == pytest.approx(versions / 5 * (1 + 5 * 2))
