@@ -169,6 +169,8 @@ class MasterWeights:
             if name in self._masters and not isinstance(parameter, DTensor):
                 self._masters[name].copy_(parameter)
         self.dither()
+        # An adapter of merged weights starts in float32: no version holds its published values.
+        self._round(self._masters)
         self.remember(since=mirror.version)
         self.restart_optimizer()
 

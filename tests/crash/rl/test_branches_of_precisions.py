@@ -91,8 +91,7 @@ def test_steps_and_groups_are_explained(trained, asked, question):
     found = asked("why", trained.url, "--on", question, "--steps", "1")
     assert len(found["parts"]) == VERSIONS
     assert len(found["groups"]) == 2
-    if read_run(trained).config["train"].get("exporter") != "merged":  # There `why` says it is not.
-        assert all(one["exact"] for one in found["groups"])
+    assert all(one["exact"] for one in found["groups"])
 
 
 @pytest.mark.drills

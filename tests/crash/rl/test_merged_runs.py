@@ -131,6 +131,15 @@ def test_after_crashes_the_same_bits(tmp_path, sizes, adapter):
     assert train(bucket) == whole
 
 
+def test_the_state_of_version_0_is_whole(tmp_path):
+    """Restoring it changes no weight that the next step computes with."""
+    masters = trainer_of(start(tmp_path / "a")).masters
+    before = {name: one.clone() for name, one in masters.model.named_parameters()}
+    masters.restore({name: one.clone() for name, one in masters.state().items()})
+    for name, one in masters.model.named_parameters():
+        assert torch.equal(one, before[name]), name
+
+
 def test_four_bits_keep_little_of_a_small_change(tmp_path):
     bucket = start(tmp_path / "a", EXPERTS, PACKED, optimizer={"learning_rate": 1e-4})
     trainer = trainer_of(bucket)
