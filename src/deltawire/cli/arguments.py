@@ -60,17 +60,18 @@ def add_run_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_URL", help=f"the run's bucket: {BUCKET}")
 
 
-def split_version(arguments: argparse.Namespace) -> None:
-    """Sets ``run`` and ``version`` of a command that takes ``RUN@V``, ``RUN@NAME`` or
-    ``--version``; raises `InputError` for two of them, and for a tag that the run does not have."""
+def split_version(arguments: argparse.Namespace, place: str = "run") -> None:
+    """Sets the argument ``place`` and ``version`` of a command that takes ``RUN@V``, ``RUN@NAME``
+    or ``--version``; raises `InputError` for two of them, and for a tag that the run does not
+    have."""
     from deltawire.launch.branches.version_names import VersionName
 
-    name = VersionName.parse(arguments.run)
+    name = VersionName.parse(getattr(arguments, place))
     if (name.version, name.tag) == (None, None):
         return
     if arguments.version is not None:
         raise InputError("RUN@V and --version exclude each other", hint="give one of them")
-    arguments.run = name.location
+    setattr(arguments, place, name.location)
     arguments.version = name.open(trust_of(arguments))[2] if name.tag else name.version
 
 

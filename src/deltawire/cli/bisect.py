@@ -12,7 +12,6 @@ from deltawire.cli.arguments import (
     add_json,
     add_run_url,
     add_trust,
-    at_least,
     fraction,
     trust_of,
 )
@@ -37,12 +36,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.set_defaults(call=run)
     add_run_url(parser)
-    parser.add_argument(
-        "--good", type=at_least(0), required=True, metavar="N", help="a version that passes"
-    )
-    parser.add_argument(
-        "--bad", type=at_least(1), required=True, metavar="N", help="a later one that fails"
-    )
+    for option, said in (("--good", "a version that passes"), ("--bad", "a later one that fails")):
+        parser.add_argument(
+            option, required=True, metavar="N|TAG", help=f"{said}: its number, or its tag"
+        )
     parser.add_argument(
         "--noisy", action="store_true", help="the test passes by chance: ask as often as needed"
     )
@@ -77,22 +74,23 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.display import legible, safe_json
     from deltawire.launch.branches.bisect import bisect_run
     from deltawire.launch.branches.journal import BisectSettings
+    from deltawire.launch.branches.version_names import version_of
     from deltawire.runtime.trusted import open_trusted
     from deltawire.sync import read_run
 
-    if arguments.good >= arguments.bad:
-        raise InputError(
-            f"--good {arguments.good} is not below --bad {arguments.bad}",
-            hint="the good version comes first",
-        )
     if not 0 < arguments.error < 0.5:
         raise InputError("--error is a chance above 0 and below 0.5")
     bucket = open_trusted(arguments.run, trust_of(arguments))
     run = read_run(bucket)
+    good, bad = (version_of(bucket, run, text) for text in (arguments.good, arguments.bad))
+    if good >= bad:
+        raise InputError(
+            f"--good {good} is not below --bad {bad}", hint="the good version comes first"
+        )
     settings = BisectSettings(
         run.id,
-        arguments.good,
-        arguments.bad,
+        good,
+        bad,
         arguments.noisy,
         arguments.words,
         serve=arguments.serve,

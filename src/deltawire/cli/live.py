@@ -14,6 +14,7 @@ from deltawire.cli.arguments import (
     add_trust,
     fraction,
     seconds,
+    split_version,
     trust_of,
 )
 from deltawire.cli.live_compact import add_compact_action
@@ -146,6 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     from deltawire.launch.live_operator import begin_canary, set_mode
 
+    if arguments.action in ("promote", "rollback", "canary"):
+        split_version(arguments)
     options = ReleaseOptions(
         trust=trust_of(arguments),
         key=arguments.key,

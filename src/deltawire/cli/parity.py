@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from deltawire.cli.arguments import add_json, add_trust, trust_of
+from deltawire.cli.arguments import add_json, add_trust, split_version, trust_of
 from deltawire.cli.exit_codes import DIFFERENT, EXCEEDED
 
 
@@ -80,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.dashboard.parity_view import comparison_values, print_comparison
     from deltawire.launch.parity import ParityOptions, compare_engines
 
+    split_version(arguments, "source")
     if arguments.dump:
         return run_dump(arguments)
     options = ParityOptions(

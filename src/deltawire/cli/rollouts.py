@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 
-from deltawire.cli.arguments import add_json, add_run_url, add_trust, at_least, trust_of
+from deltawire.cli.arguments import (
+    add_json,
+    add_run_url,
+    add_trust,
+    at_least,
+    split_version,
+    trust_of,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deltawire.launch.rollouts import print_group, print_samples
     from deltawire.rl.evaluate.samples import SampleFilter
 
+    split_version(arguments)
     bucket = open_trusted(arguments.run, trust_of(arguments))
     if arguments.group:
         print_group(bucket, read_run(bucket), arguments.group, as_json=arguments.json)

@@ -31,9 +31,9 @@ class VersionName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> VersionName:
-        """Splits at the last ``@``; a folder whose own name contains it is a run."""
+        """Splits at the last ``@``; a file or folder whose own name contains it is meant whole."""
         location, _, word = text.rpartition("@")
-        if location and not Path(text).is_dir():
+        if location and not Path(text).exists():
             if word.isascii() and word.isdigit() and len(word) <= MAX_DIGITS:
                 return cls(location, int(word))
             if keys.valid_tag(word):
@@ -46,6 +46,18 @@ class VersionName(NamedTuple):
         bucket = open_trusted(self.location, trust)
         run = read_run(bucket)
         return bucket, run, tagged_version(bucket, run, self.tag) if self.tag else self.version
+
+
+def version_of(bucket: Bucket, run: Run, text: str) -> int:
+    """Returns the version that a number or a tag's name means.
+
+    Raises `InputError` for any other text, and if the run has no such tag.
+    """
+    if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS:
+        return int(text)
+    if not keys.valid_tag(text):
+        raise InputError(f"{text[:80]!r} is neither a version nor a tag", run=bucket.url)
+    return tagged_version(bucket, run, text)
 
 
 def open_version(text: str, trust: ReaderTrust) -> tuple[Bucket, Run, int]:
