@@ -446,6 +446,7 @@ class Checkout:
         before = [v for v in others if v < version] or others
         for number in others:
             if number != before[0]:
+                self._verified.discard(number)
                 shutil.rmtree(self._store / _name(number), ignore_errors=True)
 
     def _versions(self) -> list[int]:

@@ -62,6 +62,17 @@ def test_directories_come_out_byte_for_byte(tmp_path: Path, sharded: bool) -> No
     assert check_run(bucket).faults == []
 
 
+def test_one_object_moves_back_and_forth(tmp_path: Path) -> None:
+    """A version whose files were deleted meanwhile is built again, as a search asks for it."""
+    bucket = open_bucket("memory://")
+    paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(5)]
+    publish(bucket, *paths)
+    with Checkout(bucket, read_run(bucket), tmp_path / "out") as checkout:
+        for version in (3, 2, 1, 2, 4, 1, 2, 2, 0, 3):
+            checkout.bring_to(version)
+            assert files_in(tmp_path / "out") == files_in(paths[version])
+
+
 def test_files_and_sharding_that_change_belong_to_their_version(tmp_path: Path) -> None:
     bucket = open_bucket("memory://")
     first = write_directory(tmp_path / "c-1", 1, config='{"a": 1}')
