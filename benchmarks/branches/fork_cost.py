@@ -2,10 +2,11 @@
 
 The model has random weights and the sizes of SmolLM2-135M: 30 layers of 576, a vocabulary of 49,152
 (146 million weights, because the built family has as many heads for keys as for queries). Each
-version changes one percent of the weights at random places, and names eight groups. The newest has
-a stored state of the trainer. The first fork of it, and two more, are made by ``fork_run``; the
-slowest, and the one that stores most, count. The details have what the fork would store with an
-unpacked commit, and the seconds and megabytes of a copy into another bucket.
+version changes one percent of the weights at random places, and names eight groups. Two versions
+have a stored state of the trainer, as with the default settings: 100, which is an anchor, and 80,
+which is read from the anchor of version 50 on. Three forks of each are made by ``fork_run``; the
+slowest, and the one that stores most, count. The details have both versions, what a fork would
+store with an unpacked commit, and the seconds and megabytes of a copy into another bucket.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from deltawire.wire.ledger import CommitMetadata
 
 VERSIONS = 100
 FORKS = 3
+STATES = (80, 100)
+"""Versions whose states are stored: the last two multiples of ``train.checkpoint_every``."""
 GROUPS = 8
 CHANGED = 0.01
 SIZES = BuildConfig(
@@ -48,8 +51,8 @@ def build(folder: Path) -> Path:
     return folder / "model"
 
 
-def long_run(folder: Path, model: Path, seed: int, *, versions: int = VERSIONS) -> Bucket:
-    """Publishes versions of a model, and stores a trainer's state at the newest."""
+def long_run(folder: Path, model: Path, seed: int) -> Bucket:
+    """Publishes versions of a model, and stores a trainer's state at some of them."""
     raw = {"name": "long", "seed": seed, "model": {"path": str(model)}, "threads": 1}
     config = parse_config(raw, source="long")
     bucket = open_bucket(str(folder / "bucket"), create=True)
@@ -59,7 +62,7 @@ def long_run(folder: Path, model: Path, seed: int, *, versions: int = VERSIONS) 
     shapes = {spec.name: spec.shape for spec in run.tensors}
     bits = {name: one.reshape(shapes[name]).copy() for name, one in mirror.tensors.items()}
     with continue_publisher(bucket, anchor_every=config.train.anchor_every) as publisher:
-        for version in range(1, versions + 1):
+        for version in range(1, VERSIONS + 1):
             for one in bits.values():
                 flat: Any = one.reshape(-1)
                 flat[rng.integers(flat.size, size=int(flat.size * CHANGED) + 1)] ^= 1
@@ -70,12 +73,13 @@ def long_run(folder: Path, model: Path, seed: int, *, versions: int = VERSIONS) 
             publisher.publish(bits, metadata=metadata.to_dict(), wait=True)
     policy = open_policy(bucket, config, model, adapter=config.train.adapter)
     state = resume(bucket, run, config, policy, newest=0)
-    manifest = read_manifest(bucket, run, versions)
-    assert manifest is not None
-    save_checkpoint(
-        bucket, state.masters.state(), state.ledger,
-        version=versions, digest=manifest.digest, run=run.id,
-    )  # fmt: skip
+    for version in STATES:
+        manifest = read_manifest(bucket, run, version)
+        assert manifest is not None
+        save_checkpoint(
+            bucket, state.masters.state(), state.ledger,
+            version=version, digest=manifest.digest, run=run.id,
+        )  # fmt: skip
     return bucket
 
 
@@ -89,7 +93,7 @@ def fork_costs(bucket: Bucket, version: int, *, forks: int = FORKS) -> list[tupl
     found = []
     for number in range(forks):
         start = time.perf_counter()
-        made = fork_run(bucket, read_run(bucket), version, f"fork-{number}")
+        made = fork_run(bucket, read_run(bucket), version, f"fork-{version}-{number}")
         seconds = time.perf_counter() - start
         assert made.state == "shared"
         found.append((seconds, stored_bytes(open_bucket(made.url))))
@@ -111,17 +115,24 @@ def measure(options: Options) -> Measured:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         bucket = long_run(folder, build(folder), options.seed)
-        costs = fork_costs(bucket, VERSIONS)
-        largest = max(size for _, size in costs)
+        costs = {version: fork_costs(bucket, version) for version in STATES}
+        largest = {version: max(size for _, size in made) for version, made in costs.items()}
         start = time.perf_counter()
         fork_run(bucket, read_run(bucket), VERSIONS, "copy", to=str(folder / "elsewhere"))
         copied = time.perf_counter() - start
         details = {
             "versions": VERSIONS,
-            "seconds": [round(seconds, 3) for seconds, _ in costs],
-            "kb_with_unpacked_commit": (largest + unpacked_bytes(bucket, VERSIONS)) / 1e3,
+            "seconds": {
+                version: [round(seconds, 3) for seconds, _ in made]
+                for version, made in costs.items()
+            },
+            "kb": {version: size / 1e3 for version, size in largest.items()},
+            "kb_with_unpacked_commit": (largest[VERSIONS] + unpacked_bytes(bucket, VERSIONS)) / 1e3,
             "copy_seconds": round(copied, 1),
             "copy_mb": stored_bytes(open_bucket(str(folder / "elsewhere"))) / 1e6,
         }
-    values = {"fork_seconds": max(one for one, _ in costs), "fork_kb": largest / 1e3}
+    values = {
+        "fork_seconds": max(seconds for made in costs.values() for seconds, _ in made),
+        "fork_kb": max(largest.values()) / 1e3,
+    }
     return Measured(values, details)

@@ -39,6 +39,19 @@ def test_versions_that_do_not_say_are_named(started, monkeypatch):
     assert "version 1: their manifests do not say with which kernels" in doubt
 
 
+def test_processors_with_other_kernels_have_other_names(monkeypatch):
+    """Both have AVX-512 for torch, and oneDNN multiplies bf16 by other instructions."""
+    import torch
+
+    told = {"cpu_name": "Xeon", "avx512_bf16": True, "amx_bf16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told)
+    assert arithmetic_of(torch.device("cpu")).endswith(", avx512_bf16, amx_bf16, Xeon")
+    told["amx_bf16"] = False
+    assert arithmetic_of(torch.device("cpu")).endswith(", avx512_bf16, Xeon")
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # An earlier release.
+    assert arithmetic_of(torch.device("cpu")).count(",") == 1
+
+
 def test_limits_of_kernels_are_part_of_the_name(monkeypatch):
     import torch
 
