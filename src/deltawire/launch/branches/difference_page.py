@@ -27,6 +27,8 @@ SHOWN_PAIRS = 20
 BAR = 22
 """Height of a bar with its gap, in units of the picture."""
 WIDTH = 960
+WIDEST = 48
+"""The widest bar of a place in the answer: answers may have one token."""
 LABEL = 210
 FULL_KL = 1.0
 """The divergence of a token, in nats, from which its mark is strongest."""
@@ -97,7 +99,7 @@ def _divergence(answers: AnswerDifference) -> str:
 def _positions(answers: AnswerDifference) -> str:
     values = answers.by_position
     top = max([*values, 1e-12])
-    step = WIDTH / len(values)
+    step = min(WIDTH / len(values), WIDEST)
     bars = "".join(
         f"<rect x='{number * step:.2f}' y='{140 - 120 * value / top:.2f}' "
         f"width='{max(0.5, step - 1):.2f}' height='{120 * value / top:.2f}'/>"
@@ -105,7 +107,8 @@ def _positions(answers: AnswerDifference) -> str:
     )
     words = (
         f"<text x='0' y='14'>{top:.3g} nats</text><text x='0' y='158'>token 1</text>"
-        f"<text x='{WIDTH}' y='158' text-anchor='end'>token {len(values)}</text>"
+        f"<text x='{max(step * len(values), 140):.2f}' y='158' text-anchor='end'>"
+        f"{f'token {len(values)}' if len(values) > 1 else ''}</text>"
     )
     picture = f"<svg class='chart bars' role='img' viewBox='0 0 {WIDTH} 164'>{bars}{words}</svg>"
     return _card("KL by place in the answer", "The mean over the answers that reach it.", picture)
