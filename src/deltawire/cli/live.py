@@ -188,13 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
     releaser = open_releaser(arguments.run, options, writes=False)
     if action == "plan":
         plan = plan_of(releaser, effect=arguments.effect, rate=arguments.rate)
-        if arguments.json:
-            print(json.dumps(plan))  # noqa: T201
-            return 0
-        if plan["shadow"]:
-            print(f"shadow: {plan['shadow']} copies of requests, unseen by users")  # noqa: T201
-        for stage in plan["stages"]:
-            print(f"share {stage['share']:g}: {stage['outcomes']} outcomes")  # noqa: T201
+        _show_plan(plan, as_json=arguments.json)
         return 0
     state = state_of(releaser, time.time())
     if not arguments.json:
@@ -202,6 +196,16 @@ def run(arguments: argparse.Namespace) -> int:
             print(line_of(decision))  # noqa: T201
     _show(state, as_json=arguments.json)
     return exit_code(state)
+
+
+def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(plan))  # noqa: T201
+        return
+    if plan["shadow"]:
+        print(f"shadow: {plan['shadow']} copies of requests, unseen by users")  # noqa: T201
+    for stage in plan["stages"]:
+        print(f"share {stage['share']:g}: {stage['outcomes']} outcomes")  # noqa: T201
 
 
 def _show_tests(tests: dict[str, Any]) -> None:
