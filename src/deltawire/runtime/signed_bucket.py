@@ -57,7 +57,10 @@ REREAD_S = 10.0
 """Seconds before a missing or unsuitable grant is looked up again."""
 GRANT_S = 60.0
 """Seconds before a valid grant is read again, because its key may have been replaced."""
-REPLACED = (keys.TRAINER, keys.PROBES, keys.RETAINED, keys.HEARTBEATS, keys.LIVE_OPERATOR)
+REPLACED = (
+    *(keys.TRAINER, keys.PROBES, keys.RETAINED, keys.HEARTBEATS),
+    *(keys.LIVE_OPERATOR, keys.LIVE_DECIDER),
+)
 """Objects that are replaced in place: one signed before the last one read is a replay."""
 
 

@@ -54,11 +54,11 @@ class _Ancestry(NamedTuple):
 
 
 def check_rebuildable(bucket: Bucket, run: Run) -> None:
-    """Raises `InputError` for a run without decisions about which version serves, or whose trainer
-    follows no rollback."""
+    """Raises `InputError` for a run without decisions about which version serves, that another
+    provider's model serves, or whose trainer follows no rollback."""
     log = DecisionLog(bucket, run.id)
     log.poll()
-    _require_decisions(log, bucket)
+    _require_version(log, bucket)
     config = config_of(run, url=bucket.url) if run.config else None
     if config is None or config.midtrain is not None or not config.live.release.restore:
         raise InputError(
@@ -86,14 +86,7 @@ def rebuild_without(
         return Rebuild("not_needed")
     log = DecisionLog(bucket, run.id)
     log.poll()
-    serves = _require_decisions(log, bucket).serving
-    if serves.upstream:
-        raise InputError(
-            f"what was stored is deleted, but {serves.words} serves, which a rebuild would end",
-            hint="promote no version that was trained on the user",
-            run=bucket.url,
-        )
-    serving = serves.version
+    serving = _require_version(log, bucket)
     waiting = _waiting(log, ancestry)
     if waiting is not None:
         return Rebuild("waits_for_trainer", waiting.number, waiting.serving.version)
@@ -133,7 +126,9 @@ def _ancestry(bucket: Bucket, run: Run, trained: Collection[int]) -> _Ancestry:
     return _Ancestry(clean, newest, followed)
 
 
-def _require_decisions(log: DecisionLog, bucket: Bucket) -> Decision:
+def _require_version(log: DecisionLog, bucket: Bucket) -> int:
+    """Returns the version that serves; raises `InputError` if none does, or another provider's
+    model: a rebuild would put a version in its place."""
     if log.newest is None:
         raise InputError(
             "no version serves by decision yet, and a rebuild is a decision",
@@ -141,7 +136,14 @@ def _require_decisions(log: DecisionLog, bucket: Bucket) -> Decision:
             "running, then run the same command again",
             run=bucket.url,
         )
-    return log.newest
+    serving = log.newest.serving
+    if serving.upstream:
+        raise InputError(
+            f"{serving.words} serves, and a rebuild would end that",
+            hint="forget the user without --rebuild, and promote no version that the command names",
+            run=bucket.url,
+        )
+    return serving.version
 
 
 def _waiting(log: DecisionLog, ancestry: _Ancestry) -> Decision | None:

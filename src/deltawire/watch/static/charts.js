@@ -32,7 +32,8 @@ function smooth(values) {
   });
 }
 
-// A card with curves over versions. Each series: {key, label, color, smooth, points, low, dash, bound}.
+// A card with curves over versions, or over time: `update` takes marks {x, label, bad}, drawn as lines.
+// Each series: {key, label, color, smooth, points, low, dash, bound}.
 export function curveCard({ id, title, caption, unit = "", series, log = false, zero = false, share = false, height = 220, onRange, onShow, xLabel = "version", xFormat = number }) {
   const format = withUnit(unit);
   const lines = [];
@@ -119,6 +120,7 @@ export function curveCard({ id, title, caption, unit = "", series, log = false, 
       cursor: { y: false, drag: { x: Boolean(onRange), y: false, setScale: false }, points: { size: 7, fill: (self, at) => lines[at - 1]?.hidden ? "transparent" : color(lines[at - 1].color), stroke: () => color("card"), width: 1.5 }, bind: { dblclick: () => () => { if (onRange) onRange(null); } } },
       hooks: {
         setCursor: [(self) => show(self.cursor.idx)],
+        draw: [(self) => drawMarks(self)],
         setSelect: [(self) => {
           if (!onRange || self.select.width < 6) return;
           const low = Math.round(self.posToVal(self.select.left, "x")), high = Math.round(self.posToVal(self.select.left + self.select.width, "x"));
@@ -136,6 +138,27 @@ export function curveCard({ id, title, caption, unit = "", series, log = false, 
           ? { show: true, size: 6, fill: () => color(one.color), stroke: () => color(one.color) } : { show: false },
       }))],
     };
+  }
+
+  function drawMarks(self) {
+    const { ctx, bbox } = self;
+    const last = { left: -1e9 };
+    ctx.save();
+    ctx.font = FONT.replace("12px", `${11 * (devicePixelRatio || 1)}px`);
+    for (const mark of data.marks || []) {
+      const left = Math.round(self.valToPos(mark.x, "x", true));
+      if (left < bbox.left || left > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = ctx.fillStyle = color(mark.bad ? "alarm" : "muted");
+      ctx.setLineDash([3, 4]);
+      ctx.beginPath();
+      ctx.moveTo(left, bbox.top);
+      ctx.lineTo(left, bbox.top + bbox.height);
+      ctx.stroke();
+      if (left - last.left < 70 * (devicePixelRatio || 1)) continue;
+      last.left = left;
+      ctx.fillText(clean(mark.label, 24), left + 4, bbox.top + 12 * (devicePixelRatio || 1));
+    }
+    ctx.restore();
   }
 
   function build() {

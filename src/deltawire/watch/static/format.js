@@ -44,6 +44,10 @@ export function when(at) {
   return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
 }
 
+export function moment(at) {
+  return at ? when(at).slice(5, 16) : MISSING;
+}
+
 export function clock(at) {
   return at ? when(at).slice(11) : MISSING;
 }

@@ -3,6 +3,7 @@
 import { get } from "./api.js";
 import { curveCard, timelineCard } from "./charts.js";
 import { buttons, card, clean, csv, download, empty, h, replace, say, state } from "./dom.js";
+import { usersCards } from "./users.js";
 import { MISSING, age, bytes, clock, duration, ms, number, percent, when, withUnit } from "./format.js";
 
 const SERIES = ["reward", "heldout/accuracy", "heldout/loss", "staleness/mean", "staleness/max", "staleness/min", "bytes/delta", "bytes/anchor", "parity/k3", "parity/ratio_max", "entropy", "completion/length", "loss", "grad_norm", "bytes/changed", "step_seconds", "served_share", "pairs"];
@@ -18,6 +19,7 @@ export function overviewView(context) {
   const rangeBar = h("div", { class: "range", hidden: true });
   const curves = h("div", { class: "grid" });
   const fleet = fleetCard();
+  const users = usersCards();
   const figures = h("div", { class: "grid" });
   const title = h("div", { class: "title" });
   const timeline = timelineCard({
@@ -25,7 +27,7 @@ export function overviewView(context) {
     caption: "Each row is a process. Where a row is split in height, several activities shared that moment. Drag to look closer, double-click for the whole run.",
     load: (params) => get(`${base}/timeline`, params, signal),
   });
-  const element = h("div", { class: "view overview" }, title, problems, heads, rangeBar, curves, timeline.element, fleet.element, figures);
+  const element = h("div", { class: "view overview" }, title, problems, heads, rangeBar, users.element, curves, timeline.element, fleet.element, figures);
 
   function onRange(found) {
     range = found;
@@ -83,6 +85,7 @@ export function overviewView(context) {
     showProblems(problems, found);
     showHeads(heads, found);
     fleet.update(found);
+    users.update(found.status?.users);
     showFigures(figures, found, context);
     const stamp = `${found.revision} ${found.complete}`;
     if (first || rebuilt || stamp !== shown) {
@@ -184,8 +187,9 @@ function fleetCard() {
   return {
     element,
     update(found) {
-      lines = (found.status?.processes || []).map((line) => ({ ...line, name: clean(line.name, 64), host: clean(line.host, 64), build: clean(line.build, 64) }));
-      total = found.processes;
+      const live = (found.status?.live_processes || []).map((line) => ({ lag: null, idle: null, groups: null, restarts: 0, supervised: true, build: "", ...line }));
+      lines = [...(found.status?.processes || []), ...live].map((line) => ({ ...line, name: clean(line.name, 64), host: clean(line.host, 64), build: clean(line.build, 64) }));
+      total = found.processes + live.length;
       element.hidden = !lines.length;
       draw();
     },
@@ -234,19 +238,19 @@ function signed(value) {
 
 // Which version serves live users, the canary if there is one, and who decided it why.
 function releaseCard(release, home) {
-  const version = (number_) => h("a", { href: `${home}/weights/${number_}` }, number(number_));
+  const version = (number_, upstream) => upstream ? `upstream ${clean(upstream, 32)} (another provider's model: nothing attests its weights)` : h("a", { href: `${home}/weights/${number_}` }, number(number_));
   const canary = release.candidate !== null && release.verdict !== "rollback";
   const seen = release.figures;
   const counts = Object.entries(release.decisions).map(([verdict, count]) => `${verdict} ${number(count)}`).join(", ");
   return card("Release", { id: "release", caption: "Which version serves live users, by the newest decision in the bucket." }, pairs([
-    ["serving", release.restores === null ? version(release.serving) : [version(release.serving), " with the weights of version ", version(release.restores)]],
-    canary && release.copies ? ["candidate", [version(release.candidate), ` on copies of ${percent(release.copies, 0)} of requests, unseen by users`]] : null,
-    canary && !release.copies ? ["candidate", [version(release.candidate), ` at ${percent(release.share, 0)} of users `, h("progress", { max: 1, value: release.share, "aria-label": "share of users on the candidate" })]] : null,
+    ["serving", release.restores === null ? version(release.serving, release.upstream) : [version(release.serving), " with the weights of version ", version(release.restores)]],
+    canary && release.copies ? ["candidate", [version(release.candidate, release.candidate_upstream), ` on copies of ${percent(release.copies, 0)} of requests, unseen by users`]] : null,
+    canary && !release.copies ? ["candidate", [version(release.candidate, release.candidate_upstream), ` at ${percent(release.share, 0)} of users `, h("progress", { max: 1, value: release.share, "aria-label": "share of users on the candidate" })]] : null,
     ["decision", [h("b", { class: release.verdict === "rollback" ? "bad" : null }, clean(release.verdict, 20)), release.waits_for ? `, waits for ${release.waits_for === "person" ? "a person" : clean(release.waits_for, 20)}` : "", ` · ${when(release.at)} by ${clean(release.by, 64)}`]],
     ["reason", clean(release.reason, 400) || MISSING],
     seen && seen.snips !== null ? [`version ${number(seen.version)}, estimated before users saw it`, `${number(seen.snips)} ± ${number(seen.snips_error)} (SNIPS), ${number(seen.doubly_robust)} ± ${number(seen.doubly_robust_error)} (doubly robust)`] : null,
     seen && seen.live_candidate !== null ? [`version ${number(seen.version)}, as users showed it`, `${number(seen.live_candidate)}; serving version ${number(seen.live_serving)}`] : null,
-    release.hold_back === null || release.hold_back === undefined ? null : ["hold-back", [version(release.hold_back), ` keeps ${percent(release.hold_back_share, 0)} of users`, release.hold_back_difference === null ? "" : `; the serving version is ${signed(release.hold_back_difference)} against it (${signed(release.hold_back_low)} to ${signed(release.hold_back_high)}, 95 %), at the newest decision`]],
+    release.hold_back === null || release.hold_back === undefined ? null : ["hold-back", [version(release.hold_back, release.hold_back_upstream), ` keeps ${percent(release.hold_back_share, 0)} of users`, release.hold_back_difference === null ? "" : `; the serving version is ${signed(release.hold_back_difference)} against it (${signed(release.hold_back_low)} to ${signed(release.hold_back_high)}, 95 %), at the newest decision`]],
     ["decisions", counts + (release.void ? `; ${number(release.void)} void` : "")],
   ].filter(Boolean)));
 }
