@@ -15,7 +15,13 @@ def bears(header: str, token: str) -> bool:
 
         bears(request.headers.get("Authorization", ""), token)
     """
+    return hmac.compare_digest(token_in(header), token.encode()) and bool(token)
+
+
+def token_in(header: str) -> bytes:
+    """Returns the token that an ``Authorization`` header gives; empty if it gives none."""
     scheme, _, given = header.partition(" ")
-    given = given.lstrip(" ")  # One space or more (RFC 7235, section 2.1); the rest is the token.
-    same = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
-    return same and bool(token) and scheme.lower() == "bearer"
+    if scheme.lower() != "bearer":
+        return b""
+    # One space or more (RFC 7235, section 2.1); the rest is the token.
+    return given.lstrip(" ").encode("utf-8", "surrogateescape")

@@ -268,7 +268,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
     release = options.pop("release", None)
     hook = options.pop("hook", HOOK)
     names, extra = options.pop("model_names", ()), options.pop("extra", None)
-    wait = options.pop("wait", True)
+    wait, clients = options.pop("wait", True), options.pop("clients", None)
     options.setdefault("consent", ConsentRule(header=True))
     run = start_run(bucket)
     secret = options.pop("secret", None) or deployment_secret(bucket, run)
@@ -290,7 +290,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
         members = ReplicaSet(bucket, run, members)
         app = build_app(
             members, upstream, token=TOKEN, admin_token=ADMIN,
-            limits=limits,
+            limits=limits, clients=clients,
         )  # fmt: skip
         calls = LiveCalls(
             recorder, defaults, release=release, webhook_secret=hook, model_names=names

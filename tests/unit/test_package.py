@@ -167,6 +167,7 @@ FLAGS = {
         "--key",
         "--secret",
         "--model-name",
+        "--clients",
         "--upstream",
         "--upstream-model",
         "--upstream-key-file",

@@ -68,6 +68,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--model", default="", help="the replicas' name for the model (default: the request's)"
     )
     parser.add_argument(
+        "--clients",
+        default="",
+        metavar="FILE",
+        help="let clients sample by keys of their own, with rates and quotas (TOML; hashes of "
+        "keys)",
+    )
+    parser.add_argument(
         "--model-name",
         action="append",
         default=[],
@@ -193,6 +200,7 @@ def run(arguments: argparse.Namespace) -> int:
         whole_answer_s=arguments.whole_answer_s,
         model=arguments.model,
         model_names=arguments.model_name,
+        clients=arguments.clients,
         upstreams=arguments.upstream,
         upstream_models=arguments.upstream_model,
         upstream_key_files=arguments.upstream_key_file,

@@ -42,6 +42,7 @@ from deltawire.runtime.highest_version import state_folder
 from deltawire.runtime.needs import config_of
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.serving.app import TOKENS, Tokens
+from deltawire.serving.client_keys import ClientKeys, ClientLimits, read_clients
 from deltawire.serving.contract import ReplicaSetState
 from deltawire.serving.cors import check_origins
 from deltawire.serving.replica_set import ReplicaSet
@@ -79,6 +80,7 @@ class GatewayOptions:
     whole_answer_s: float = 600.0
     model: str = ""
     model_names: Sequence[str] = ()
+    clients: str = ""
     upstreams: Sequence[str] = ()
     upstream_models: Sequence[str] = ()
     upstream_key_files: Sequence[str] = ()
@@ -121,6 +123,7 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
     )
     if not options.replicas and not upstreams:
         raise InputError("a gateway needs a server", hint="give --replica URL, or --upstream")
+    clients = ClientKeys(read_clients(options.clients) if options.clients else {})
     check_port(options.port)
     check_origins(options.cors_origins)
     if any(not 0 < len(name) <= MOST_NAME for name in options.model_names):
@@ -143,7 +146,9 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
     with locked(folder):
         _refuse_an_older_key(bucket, folder, secret)
         calls = _live_calls(options, bucket, run, folder, secret, lambda: place.read(bucket, run))
-        asyncio.run(_serve(options, upstreams, bucket, run, (token, admin), calls, console))
+        asyncio.run(
+            _serve(options, (upstreams, clients), bucket, run, (token, admin), calls, console)
+        )
 
 
 def _state_folder(options: GatewayOptions, run: Run) -> Path:
@@ -237,7 +242,7 @@ def _is_http(url: str) -> bool:
 
 async def _serve(
     options: GatewayOptions,
-    upstreams: Sequence[UpstreamPlace],
+    beside: tuple[Sequence[UpstreamPlace], ClientKeys],
     bucket: Bucket,
     run: Run,
     tokens: tuple[str, str],
@@ -252,6 +257,7 @@ async def _serve(
     from deltawire.serving.upstream import OpenAIUpstream
     from deltawire.serving.vllm import VllmReplica
 
+    upstreams, clients = beside
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -278,6 +284,7 @@ async def _serve(
             token=tokens[0],
             admin_token=tokens[1],
             upstream_model=options.model,
+            clients=clients,
             limits=CallLimits(
                 first_s=options.first_token_s,
                 silence_s=options.silence_s,
@@ -296,13 +303,16 @@ async def _serve(
             console=console,
             name=run.name,
         ):
-            await _report_changes(replicas, stopping, console, _TokenFiles(options, app[TOKENS]))
+            tokens_read = _TokenFiles(options, app[TOKENS], clients)
+            await _report_changes(replicas, stopping, console, tokens_read)
 
 
 class _TokenFiles:
     """Reads the files of tokens again, so that a token is replaced without a restart."""
 
-    def __init__(self, options: GatewayOptions, tokens: Tokens) -> None:
+    def __init__(self, options: GatewayOptions, tokens: Tokens, clients: ClientKeys) -> None:
+        self._clients, self._listed = clients, options.clients
+        self._listed_seen: dict[str, ClientLimits] = {}
         self._paths = options.token_file, options.admin_token_file
         self._tokens = tokens
         self._next_at = time.monotonic() + TOKENS_EVERY_S
@@ -312,9 +322,10 @@ class _TokenFiles:
     def poll(self) -> None:
         """Takes the tokens that the files hold now, once a second read finds the same: a file may
         be half written. Those before stay if they cannot be used."""
-        if not any(self._paths) or time.monotonic() < self._next_at:
+        if not (any(self._paths) or self._listed) or time.monotonic() < self._next_at:
             return
         self._next_at = time.monotonic() + TOKENS_EVERY_S
+        self._poll_clients()
         now = self._tokens.sampling, self._tokens.admin
         try:
             found = [read_token(p) if p else t for p, t in zip(self._paths, now, strict=True)]
@@ -332,6 +343,24 @@ class _TokenFiles:
             self._fault = error.message
         else:
             self._fault = ""
+
+    def _poll_clients(self) -> None:
+        """Takes the clients that the file lists now, once a second read finds the same."""
+        if not self._listed:
+            return
+        try:
+            found = read_clients(self._listed)
+        except InputError as error:
+            if error.message != self._fault:
+                _LOG.error("the clients before stay in use: %s", error)
+            self._fault = error.message
+            return
+        if found != self._clients.limits and found == self._listed_seen:
+            self._clients.replace(found)
+            _LOG.info("the list of clients was replaced")
+        elif found != self._clients.limits:
+            self._next_at = time.monotonic() + min(TOKENS_EVERY_S, REPORT_EVERY_S)
+        self._listed_seen = found
 
 
 async def _report_changes(

@@ -45,6 +45,7 @@ from deltawire.serving.bodies import (
     give_back_bodies,
     read_body,
 )
+from deltawire.serving.client_keys import ClientKeys
 from deltawire.serving.contract import read_request
 from deltawire.serving.errors import SERVER_ERROR, Handler, answer_errors, error_answer
 from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
@@ -112,6 +113,9 @@ class Tokens:
 
 
 TOKENS = web.AppKey("tokens", Tokens)
+CLIENTS = web.AppKey("clients", ClientKeys)
+CLIENT = "deltawire_client"
+"""The member of a request that names its client, where the client has a key of its own."""
 
 
 class UnansweredError(Exception):
@@ -202,13 +206,14 @@ def build_app(
     admin_token: str,
     upstream_model: str = "",
     limits: CallLimits | None = None,
+    clients: ClientKeys | None = None,
 ) -> web.Application:
     """Builds the application for ``replicas``, which it starts and closes; serve it with
     `build_runner`.
 
     ``token`` permits sampling, ``admin_token`` everything. ``session`` reaches the
     replicas. ``upstream_model`` replaces each request's ``model``, so that clients may name a
-    deployment as at the hosted services.
+    deployment as at the hosted services. ``clients`` may sample too, each by its own key.
     """
     app = web.Application(
         middlewares=[name_request, give_back_bodies, answer_errors, _check_bearer]
@@ -216,7 +221,7 @@ def build_app(
     app.on_response_prepare.append(state_request_id)
     app[BODIES] = BodyBudget(BODIES_BYTES)
     app[REPLICAS], app[SESSION], app[LIMITS] = replicas, session, limits or CallLimits()
-    app[TOKENS] = Tokens(token, admin_token)
+    app[TOKENS], app[CLIENTS] = Tokens(token, admin_token), clients or ClientKeys()
     app[MODEL], app[ANSWER] = upstream_model, _proxy
     app[LIST] = _proxy
     app[WARNINGS] = list
@@ -273,7 +278,9 @@ class _OneLineLogger(logging.Logger):
 @web.middleware
 async def _check_bearer(request: web.Request, handler: Handler) -> web.StreamResponse:
     token = request.app[TOKENS].sampling
-    is_client = bears(request.headers.get("Authorization", ""), token)
+    header = request.headers.get("Authorization", "")
+    request[CLIENT] = request.app[CLIENTS].name_of(header)
+    is_client = bears(header, token) or bool(request[CLIENT])
     # That of the route, and so also of a path that is spelled in another way.
     access: Access = getattr(request.match_info.handler, "access", "sampling")
     if access in ("sampling", "admin"):

@@ -9,6 +9,7 @@
     POST /v1/feedback/webhook                    signature  up to `MAX_REPORTS` reports
     GET  /v1/receipts/{id}                       sampling   the receipts of an answer by its id
     GET  /live/state                             admin      counters and rates
+    GET  /live/clients                           admin      what each API key has used
     GET  /metrics                                admin      the same and histograms, for Prometheus
 
 All other calls are those of `deltawire.serving.app`. A whole answer carries its receipt in the
@@ -46,6 +47,8 @@ from deltawire.live.gateway.shadow import RequestCopy, ShadowCopies
 from deltawire.serving.app import (
     ANSWER,
     ANSWERS,
+    CLIENT,
+    CLIENTS,
     COMPLETIONS,
     LIST,
     MODEL,
@@ -64,6 +67,7 @@ from deltawire.serving.app import (
     to_replica,
 )
 from deltawire.serving.bodies import BodyBudget, read_body
+from deltawire.serving.client_keys import ClientRequest
 from deltawire.serving.errors import SERVER_ERROR, RequestError, error_answer, error_object
 from deltawire.wire.captures import FAILED
 
@@ -140,6 +144,7 @@ class LiveCalls:
             app.router.add_post(WEBHOOK, self._webhook)
         app.router.add_get("/v1/receipts/{answer}", self._receipts_of)
         app.router.add_get("/live/state", self._state)
+        app.router.add_get("/live/clients", self._clients)
         app.router.add_get("/metrics", self._metrics_text)
         self._metrics = _metrics_of(self._recorder, app)
         app.middlewares.append(self._measure)
@@ -237,6 +242,12 @@ class LiveCalls:
         return read_asked(body, chat=route != COMPLETIONS, defaults=self._defaults), form
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        with request.app[CLIENTS].request(request[CLIENT]) as counted:
+            return await self._answer_counted(request, counted)
+
+    async def _answer_counted(
+        self, request: web.Request, counted: ClientRequest
+    ) -> web.StreamResponse:
         asked, form = self._asked(request, await read_body(request))
         session = session_of(request)
         headers = request.headers
@@ -278,6 +289,7 @@ class LiveCalls:
         finally:
             if metrics is not None:
                 metrics.ended(exchange.arm)
+            counted.drawn = exchange.drawn
             self._ids.dropped(exchange.name)
             self._offer(request, served, exchange)
 
@@ -328,6 +340,10 @@ class LiveCalls:
                 taken = Taken(400, error_object(400, str(error)))
             results.append({"status": taken.status, **taken.body})
         return web.json_response({"results": results})
+
+    @needs("admin")
+    async def _clients(self, request: web.Request) -> web.StreamResponse:
+        return json_answer({"clients": request.app[CLIENTS].used()})
 
     @needs("admin")
     async def _state(self, request: web.Request) -> web.StreamResponse:

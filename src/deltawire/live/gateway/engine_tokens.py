@@ -24,6 +24,7 @@ CONFIRMED = "confirmed"
 MAX_TOKENS = 1 << 24
 """No answer has more tokens."""
 MAX_DIGITS = 15
+CHARACTERS_A_TOKEN = 4
 REVEALING = ("system_fingerprint", "weight_version", "weight_versions", "version", "metadata")
 """Members of an answer by which engines tell which weights drew it."""
 _THOUGHTS = ("reasoning_content", "reasoning")
@@ -109,6 +110,16 @@ class AnswerReader:
         self.model = ""
         self.completion_tokens: int | None = None
         """The tokens of all choices, if the engine counts them."""
+
+    @property
+    def drawn(self) -> int:
+        """The tokens of all choices: those that the engine counts or lists, else one for each
+        `CHARACTERS_A_TOKEN`."""
+        if self.completion_tokens is not None:
+            return self.completion_tokens
+        listed = sum(len(one.ids) for one in self.choices.values())
+        said = sum(len(text) for one in self.choices.values() for text in one.text)
+        return listed or -(-said // CHARACTERS_A_TOKEN)
 
     def read(self, body: dict[str, Any]) -> None:
         """Adds a whole answer, or one chunk. Members of the wrong type count as missing."""

@@ -145,6 +145,8 @@ class LiveExchange:
         self._storing: asyncio.Future[list[str]] | None = None
         self.finish = "whole"
         """How the answer ended: ``whole``, or a word of `ENDED_EARLY`."""
+        self.drawn = 0
+        """The tokens of the answer's choices, as the server counts them, else by its text."""
         self.facts: AnswerFacts | None = None
         """The facts of the answer once it has ended, by its end or by the replica's failure."""
 
@@ -253,6 +255,7 @@ class LiveExchange:
     async def _receipts(self, reader: AnswerReader) -> list[str]:
         self._has_row = True
         self.facts = facts_of(reader, self._first_s)
+        self.drawn = reader.drawn
         self._storing = asyncio.ensure_future(
             self._recorder.finish(
                 self._served,
