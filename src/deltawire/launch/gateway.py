@@ -146,9 +146,8 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
     with locked(folder):
         _refuse_an_older_key(bucket, folder, secret)
         calls = _live_calls(options, bucket, run, folder, secret, lambda: place.read(bucket, run))
-        asyncio.run(
-            _serve(options, (upstreams, clients), bucket, run, (token, admin), calls, console)
-        )
+        beside = upstreams, clients
+        asyncio.run(_serve(options, beside, bucket, run, (token, admin), calls, console))
 
 
 def _state_folder(options: GatewayOptions, run: Run) -> Path:

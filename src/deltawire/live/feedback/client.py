@@ -14,12 +14,14 @@ The same without Python::
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import time
 import urllib.error
 import urllib.request
 import uuid
+from functools import partial
 from typing import Any
 
 from deltawire.errors import DeltawireError, InputError, RetryError
@@ -95,6 +97,34 @@ class FeedbackClient:
             raise _error_of(error) from error
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             raise RetryError(f"the gateway does not answer: {type(error).__name__}") from error
+
+
+class AsyncFeedbackClient:
+    """The same for a program on an event loop: each report waits in a thread of its own.
+
+    Example::
+
+        client = AsyncFeedbackClient("http://gateway:8400", token)
+        await client.send(receipt_of(answer), "thumbs", "up", id="click-17")
+    """
+
+    def __init__(self, url: str, token: str, *, attempts: int = ATTEMPTS) -> None:
+        self._client = FeedbackClient(url, token, attempts=attempts)
+
+    async def send(
+        self,
+        receipt: str,
+        kind: str,
+        value: float | bool | str = 1.0,
+        *,
+        id: str = "",  # noqa: A002 - the name of the request's member
+        at: float | None = None,
+        text: str = "",
+    ) -> str:
+        """Sends one report and returns its id; raises as `FeedbackClient.send`. A caller that is
+        cancelled leaves it under way: it is sent once, by its id."""
+        send = partial(self._client.send, receipt, kind, value, id=id, at=at, text=text)
+        return await asyncio.to_thread(send)
 
 
 def _error_of(answer: urllib.error.HTTPError) -> DeltawireError:
