@@ -1,5 +1,6 @@
 """The client repeats what got no answer, under one id, and passes refusals on."""
 
+import asyncio
 import http.server
 import json
 import threading
@@ -9,7 +10,7 @@ import pytest
 
 from deltawire.errors import InputError, RetryError
 from deltawire.live.feedback import client
-from deltawire.live.feedback.client import FeedbackClient, receipt_of
+from deltawire.live.feedback.client import AsyncFeedbackClient, FeedbackClient, receipt_of
 
 
 class Scripted(http.server.BaseHTTPRequestHandler):
@@ -87,3 +88,19 @@ def test_answers_without_a_receipt_have_an_empty_one():
     assert [receipt_of(one) for one in ({}, {"deltawire": 1}, {"deltawire": {"receipt": 1}})] == [
         "", "", "",
     ]  # fmt: skip
+
+
+def test_a_program_on_an_event_loop_is_not_held_up_while_a_report_is_repeated(gateway):
+    url, pauses = gateway
+    Scripted.answers = [(503, b"{}"), (200, b'{"id": "x"}')]
+
+    async def scenario():
+        sending = asyncio.create_task(AsyncFeedbackClient(url, "t").send("r", "thumbs", "up"))
+        await asyncio.sleep(0)
+        assert not sending.done()
+        return await sending
+
+    assert asyncio.run(scenario()) == "x"
+    first, second = Scripted.bodies
+    assert first == second
+    assert len(pauses) == 1
