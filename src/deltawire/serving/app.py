@@ -45,7 +45,7 @@ from deltawire.serving.bodies import (
     give_back_bodies,
     read_body,
 )
-from deltawire.serving.client_keys import ClientKeys
+from deltawire.serving.client_keys import CLIENT, ClientKeys
 from deltawire.serving.contract import read_request
 from deltawire.serving.errors import SERVER_ERROR, Handler, answer_errors, error_answer
 from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
@@ -114,8 +114,6 @@ class Tokens:
 
 TOKENS = web.AppKey("tokens", Tokens)
 CLIENTS = web.AppKey("clients", ClientKeys)
-CLIENT = "deltawire_client"
-"""The member of a request that names its client, where the client has a key of its own."""
 
 
 class UnansweredError(Exception):
@@ -279,8 +277,8 @@ class _OneLineLogger(logging.Logger):
 async def _check_bearer(request: web.Request, handler: Handler) -> web.StreamResponse:
     token = request.app[TOKENS].sampling
     header = request.headers.get("Authorization", "")
-    request[CLIENT] = request.app[CLIENTS].name_of(header)
-    is_client = bears(header, token) or bool(request[CLIENT])
+    CLIENT.set(request.app[CLIENTS].name_of(header))
+    is_client = bears(header, token) or bool(CLIENT.get())
     # That of the route, and so also of a path that is spelled in another way.
     access: Access = getattr(request.match_info.handler, "access", "sampling")
     if access in ("sampling", "admin"):

@@ -17,6 +17,7 @@ import hashlib
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -29,6 +30,8 @@ from deltawire.bearer import token_in
 from deltawire.errors import InputError
 from deltawire.serving.errors import RequestError
 
+CLIENT: ContextVar[str] = ContextVar("deltawire_client", default="")
+"""The client of the request that is being answered; empty for the gateway's own tokens."""
 MAX_FILE_BYTES = 4 << 20
 MAX_CLIENTS = 10_000
 DAY_S = 86_400.0
@@ -81,7 +84,7 @@ class _Use:
 
 
 @dataclass
-class ClientRequest:
+class CountedRequest:
     """A request of a client; ``drawn`` are the tokens of its answer, set before it ends."""
 
     client: str
@@ -119,10 +122,10 @@ class ClientKeys:
         return self._names.get(hashlib.sha256(token).hexdigest(), "") if token else ""
 
     @contextmanager
-    def request(self, name: str) -> Iterator[ClientRequest]:
+    def request(self, name: str) -> Iterator[CountedRequest]:
         """Counts a request of a client while the block runs; raises `RequestError` with status 429
         for one that exceeds a limit. Without a name nothing is counted."""
-        counted = ClientRequest(name)
+        counted = CountedRequest(name)
         limits = self.limits.get(name)
         if limits is None:
             yield counted

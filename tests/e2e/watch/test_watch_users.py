@@ -31,8 +31,8 @@ def sums(count: int, mean: float) -> MeanSums:
 
 def counts(arm: str, version: int, satisfied: float, **more) -> UserCounts:
     return UserCounts(
-        arm=arm, version=version, answers=400, errors=4, left=3, first_s=sums(393, 0.3),
-        tokens=sums(393, 120.0), satisfaction=sums(80, satisfied),
+        arm=arm, version=version, answers=400, errors=4, left=3, first_s=MeanSums(393, 117.9, 70.0),
+        tokens=MeanSums(393, 47160.0, 7.0e6), satisfaction=sums(80, satisfied),
         kinds={"thumbs": sums(80, satisfied)}, reports={"thumbs": 90}, **more,
     )  # fmt: skip
 

@@ -51,7 +51,7 @@ def test_a_quota_of_tokens_is_that_of_a_day():
     now = [0.0]
     keys = keys_of(lambda: now[0], tokens_per_day=100)
     take(keys, 99)
-    take(keys, 50)  # What an answer takes is known at its end.
+    take(keys, 50)  # An answer's tokens are known at its end.
     with pytest.raises(RequestError, match="100 tokens of the day") as refused:
         take(keys)
     assert refused.value.code == "insufficient_quota"

@@ -47,7 +47,6 @@ from deltawire.live.gateway.shadow import RequestCopy, ShadowCopies
 from deltawire.serving.app import (
     ANSWER,
     ANSWERS,
-    CLIENT,
     CLIENTS,
     COMPLETIONS,
     LIST,
@@ -67,7 +66,7 @@ from deltawire.serving.app import (
     to_replica,
 )
 from deltawire.serving.bodies import BodyBudget, read_body
-from deltawire.serving.client_keys import ClientRequest
+from deltawire.serving.client_keys import CLIENT, CountedRequest
 from deltawire.serving.errors import SERVER_ERROR, RequestError, error_answer, error_object
 from deltawire.wire.captures import FAILED
 
@@ -242,11 +241,11 @@ class LiveCalls:
         return read_asked(body, chat=route != COMPLETIONS, defaults=self._defaults), form
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        with request.app[CLIENTS].request(request[CLIENT]) as counted:
+        with request.app[CLIENTS].request(CLIENT.get()) as counted:
             return await self._answer_counted(request, counted)
 
     async def _answer_counted(
-        self, request: web.Request, counted: ClientRequest
+        self, request: web.Request, counted: CountedRequest
     ) -> web.StreamResponse:
         asked, form = self._asked(request, await read_body(request))
         session = session_of(request)

@@ -238,7 +238,7 @@ function signed(value) {
 
 // Which version serves live users, the canary if there is one, and who decided it why.
 function releaseCard(release, home) {
-  const version = (number_, upstream) => upstream ? `upstream ${clean(upstream, 32)} (another provider's model: nothing attests its weights)` : h("a", { href: `${home}/weights/${number_}` }, number(number_));
+  const version = (number_, upstream) => upstream ? `upstream ${clean(upstream, 32)} (not attested)` : h("a", { href: `${home}/weights/${number_}` }, number(number_));
   const canary = release.candidate !== null && release.verdict !== "rollback";
   const seen = release.figures;
   const counts = Object.entries(release.decisions).map(([verdict, count]) => `${verdict} ${number(count)}`).join(", ");
