@@ -142,9 +142,11 @@ export function curveCard({ id, title, caption, unit = "", series, log = false, 
 
   function drawMarks(self) {
     const { ctx, bbox } = self;
-    const last = { left: -1e9 };
+    const ratio = devicePixelRatio || 1, ends = [-1e9, -1e9];
     ctx.save();
-    ctx.font = FONT.replace("12px", `${11 * (devicePixelRatio || 1)}px`);
+    ctx.textAlign = "left";
+    ctx.textBaseline = "alphabetic";
+    ctx.font = FONT.replace("12px", `${11 * ratio}px`);
     for (const mark of data.marks || []) {
       const left = Math.round(self.valToPos(mark.x, "x", true));
       if (left < bbox.left || left > bbox.left + bbox.width) continue;
@@ -154,9 +156,11 @@ export function curveCard({ id, title, caption, unit = "", series, log = false, 
       ctx.moveTo(left, bbox.top);
       ctx.lineTo(left, bbox.top + bbox.height);
       ctx.stroke();
-      if (left - last.left < 70 * (devicePixelRatio || 1)) continue;
-      last.left = left;
-      ctx.fillText(clean(mark.label, 24), left + 4, bbox.top + 12 * (devicePixelRatio || 1));
+      const row = ends.findIndex((end) => left > end);  // Two rows of labels, or none if both are taken.
+      if (row < 0) continue;
+      const label = clean(mark.label, 24);
+      ends[row] = left + 4 + ctx.measureText(label).width;
+      ctx.fillText(label, left + 4, bbox.top + (12 + 13 * row) * ratio);
     }
     ctx.restore();
   }
