@@ -70,10 +70,12 @@ def test_answers_that_fail_are_counted_and_end_nothing(tmp_path, monkeypatch, op
 
 def test_users_leave_where_there_is_no_place_or_wait_for_one(tmp_path, monkeypatch):
     """Users come faster than two at a time can be answered."""
-    monkeypatch.setattr(driver_module, "AT_ONCE", 2)
+    for name in ("AT_ONCE", "PATIENT_AT_ONCE"):
+        monkeypatch.setattr(driver_module, name, 2)
     left, _, _ = drive(tmp_path / "left", monkeypatch, rate=1000.0, seconds=0.03)
     assert left.counts["turned_away"] == left.counts["asked"] - len(left.notes) > 0
     assert not left.counts["waited"]
+    monkeypatch.setattr(driver_module, "AT_ONCE", 0)
     waited, _, seen = drive(tmp_path / "waited", monkeypatch, rate=1000.0, requests=12)
     assert waited.counts["asked"] == len(waited.notes) == len(seen) == 12
     assert not waited.counts["turned_away"]
