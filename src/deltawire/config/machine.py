@@ -14,6 +14,8 @@ variable ``DELTAWIRE_MACHINE_POLICY`` names, or in ``/etc/deltawire/policy.toml`
                                        # of DELTAWIRE_DATA_DIRS
     urls = ["https://tools.example/"]  # servers of tools and environments that a run may name, with
                                        # those of DELTAWIRE_ALLOWED_URLS
+    interpreters = { openenv = "/opt/openenv/bin/python" }  # what a server of that environment is
+                                       # started with, if not this interpreter
     trusted_templates = true           # render chat templates of runs without limits on memory
     workers = ["w*", "lab-7"]          # names whose groups a trainer on this machine reads, with *
                                        # for any characters; all that the run allows, if left out
@@ -78,6 +80,7 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     trusted_modules: list[str] = []
     data_dirs: list[str] = []
     urls: list[str] = []
+    interpreters: dict[str, str] = {}
     workers: list[str] | None = None
     snapshot_dir: str = ""
     trusted_templates: bool = False

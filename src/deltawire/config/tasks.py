@@ -212,12 +212,12 @@ class TaskConfig(Section, frozen=True, kw_only=True):
         if self.environment == "reasoning_gym" and "question" not in self.placeholders:
             kind = "messages" if self.messages else "prompt"
             return f"{where}.{kind} must contain {{question}}", ""
-        if (self.environment == "dataset") != (self.data is not None):
+        if self.environment != "text_gym" and (self.environment == "dataset") != bool(self.data):
             return (
                 f"{where}.data belongs to the environment dataset, which needs it",
                 'set environment = "dataset" and [task.data] with a path',
             )
-        if self.data is not None and not (self.reward or self.data.answer):
+        if self.environment == "dataset" and self.data and not (self.reward or self.data.answer):
             return (
                 f"{where} has no reward",
                 'set reward = "module:function", or data.answer to a column for an exact match',
@@ -436,6 +436,8 @@ def server_urls(section: Section) -> Iterator[str]:
     for one in _sections(section):
         if isinstance(one, TaskConfig):
             yield from (server.url for server in one.servers() if server.url)
+            if one.environment == "openenv" and isinstance(url := one.options.get("url"), str):
+                yield from filter(None, [url])
 
 
 def _sections(section: Section) -> Iterator[Section]:

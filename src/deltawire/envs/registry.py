@@ -32,6 +32,8 @@ BUILT_IN = {
     "serial_steps": "deltawire.envs.serial_steps:SerialTasks",
     "workspace": "deltawire.envs.workspace:WorkspaceTasks",
     "verifiers": "deltawire.envs.verifiers_tasks:VerifiersTasks",
+    "openenv": "deltawire.envs.openenv:OpenEnvTasks",
+    "text_gym": "deltawire.envs.text_gym:TextGymTasks",
     "simulated_users": "deltawire.envs.simulated_users:SimulatedUserTasks",
 }
 """The built-in environments: one line each."""
@@ -39,7 +41,11 @@ TOOL_SERVERS = {"mcp": "deltawire.envs.mcp.server"}
 """The kinds of servers that ``task.tools`` may name: a module with `open_server`, which takes a
 `ToolServerConfig` and returns a function that makes a `deltawire.envs.served_tools.ToolServer`, and
 with `require_server`, which raises `InputError` where that would."""
-_MODULES_OF_OPTIONS = {"verifiers": "deltawire.envs.verifiers_tasks:modules_of"}
+_MODULES_OF_OPTIONS = {
+    "verifiers": "deltawire.envs.verifiers_tasks:modules_of",
+    "openenv": "deltawire.envs.openenv:modules_of",
+    "text_gym": "deltawire.envs.text_gym:modules_of",
+}
 """Functions that return the modules which an environment imports for its options, of those that
 import any."""
 _registered: dict[str, Factory] = {}

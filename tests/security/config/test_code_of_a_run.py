@@ -44,6 +44,8 @@ FROM_TABLES = {
     ("train/loss/policy.py", "surrogate_named"): "SURROGATES; others go through the gate",
     ("envs/registry.py", "_attribute"): "BUILT_IN and entry points; others go through the gate",
     ("envs/scoring_process.py", "_serve"): "the child of an OwnReward, which passed the gate",
+    ("envs/text_gym_process.py", "__init__"): "skyrl_gym and gymnasium, which passed the gate",
+    ("envs/text_gym_process.py", "main"): "modules of a text environment, which passed the gate",
     ("envs/workspace/problems.py", "_function"): "text of this package",
     ("envs/sandbox/evaluator_server.py", "_evaluate"): "in a sandbox",
     ("config/own_code.py", "_loaded"): "the gate",

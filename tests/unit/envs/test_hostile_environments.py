@@ -164,11 +164,203 @@ class McpHttp:
         return answer
 
 
-@pytest.mark.parametrize("adapter", [McpCommand, McpHttp])
+class OpenEnv:
+    """Servers of OpenEnv's protocol."""
+
+    causes: ClassVar = {
+        "hangs": "step: no answer within",
+        "hangs at the start": "reset: no answer within",
+        "NaN": "step: the answer is not JSON",
+        "1e308": "step gave the reward 1e+308",
+        "a text": "the server's reward is '1.0', which is no number",
+        "a list": "the server's reward is '[1]', which is no number",
+        "a long integer": "reward",
+        "floods": "the connection is lost: the message is too long",
+        "closes": "the connection is lost: it ended",
+        "binary": "the connection is lost: it ended",
+        "not JSON": "step: the answer is not JSON",
+        "deep": "step: the answer is not JSON",
+        "no message": "step: the answer is no message",
+        "500": "the server answered 500",
+        "redirects": "the server answered 307",
+        "nobody": "no session within 0.3 s",
+        "full": "no session within 0.3 s: no room",
+        "raises at the start": "reset failed on the server: no luck",
+        "raises": "step failed on the server: no luck",
+        "no observation": "the server's observation is none",
+        "done in words": "the server's observation is none",
+        "another type": "the server's observation does not fit its schema",
+        "a state at once": "the server answered 'state'",
+        "schemas without end": "the schemas have more than",
+        "a field is missing": "the server's observation has no said",
+        "no state": "the server's steps is 'None', which is no number",
+    }
+    told: ClassVar = {"an invalid action": "error: not an action", "full at first": ""}
+    said = ("3", "5")
+
+    async def __aenter__(self):
+        web = pytest.importorskip("aiohttp.web")
+        app = web.Application()
+        app.router.add_get("/{how}/schema", self._schema)
+        app.router.add_get("/{how}/ws", self._session)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self._port = site._server.sockets[0].getsockname()[1]
+        self._rooms = 0
+        return self
+
+    async def __aexit__(self, *_):
+        await self._runner.cleanup()
+
+    def open(self, how):
+        from deltawire.config import TaskConfig
+        from deltawire.envs import open_tasks
+
+        port = 9 if how == "nobody" else self._port
+        options = {
+            "url": f"http://127.0.0.1:{port}/{how.replace(' ', '_')}",
+            "action": "message",
+            "observation": "said",
+            "probes": ["steps"],
+            "message_kib": 4,
+            "call_limit_s": 0.3 if "hangs" in how else 60.0,
+            "connect_limit_s": 0.3 if how in ("nobody", "full") else 60.0,
+        }
+        tasks = open_tasks(TaskConfig(environment="openenv", options=options), seed=0)
+        return tasks.open(tasks.draw("w", 0))
+
+    async def _schema(self, request):
+        from aiohttp import web
+
+        how = request.match_info["how"].replace("_", " ")
+        if how == "schemas without end":
+            return web.Response(body=b" " * 3_000_000)
+        said = {"type": "object", "properties": {"said": {"type": "string"}}}
+        action = {"type": "object", "properties": {"message": {"type": "string"}}}
+        return web.json_response({"action": action, "observation": said, "state": {}})
+
+    async def _session(self, request):
+        from aiohttp import web
+
+        how = request.match_info["how"].replace("_", " ")
+        if how == "500":
+            raise web.HTTPInternalServerError
+        if how == "redirects":
+            raise web.HTTPTemporaryRedirect("/honest/ws")
+        talk = web.WebSocketResponse()
+        await talk.prepare(request)
+        steps = 0
+        async for message in talk:
+            kind = json.loads(message.data)["type"]
+            if kind == "close":
+                break
+            if kind == "state":
+                steps = None if how == "no state" else steps
+                await talk.send_json({"type": "state", "data": {"steps": steps}})
+                continue
+            steps += kind == "step"
+            if (answer := self._answer(how, kind, steps)) is None:
+                await asyncio.sleep(3600)
+            elif answer == "closes":
+                break
+            elif answer == "binary":
+                await talk.send_bytes(b"{}")
+            else:
+                await talk.send_str(answer if isinstance(answer, str) else json.dumps(answer))
+        return talk
+
+    def _answer(self, how, kind, steps):
+        def error(text, code="EXECUTION_ERROR"):
+            return {"type": "error", "data": {"message": text, "code": code}}
+
+        if kind == "reset":
+            if how == "hangs at the start":
+                return None
+            if how == "raises at the start":
+                return error("no luck")
+            self._rooms += how == "full at first"
+            if how == "full" or (how == "full at first" and self._rooms < 3):
+                return error("no room", "CAPACITY_REACHED")
+            return {"type": "observation", "data": {"observation": {"said": "go"}}}
+        if how == "an invalid action" and steps == 1:
+            return error("not an action", "VALIDATION_ERROR")
+        observation = {"said": "well done"}
+        data = {"observation": observation, "reward": 1.0, "done": True}
+        odd = {"a text": "1.0", "a list": [1], "1e308": 1e308, "NaN": float("nan")}
+        data["reward"] = odd.get(how, 1.0)
+        if how == "another type":
+            observation["said"] = 5
+        elif how == "a field is missing":
+            observation.pop("said")
+        elif how == "no observation":
+            data["observation"] = "well"
+        elif how == "done in words":
+            data["done"] = "yes"
+        whole = {"type": "state" if how == "a state at once" else "observation", "data": data}
+        texts = {"not JSON": "{", "deep": "[" * 4000, "no message": "[]", "floods": "x" * 100_000}
+        texts["a long integer"] = json.dumps(whole).replace("1.0", "1" + "0" * 400)
+        if how in ("closes", "binary"):
+            return how
+        if how == "hangs":
+            return None
+        if how == "raises":
+            return error("no luck")
+        return texts.get(how, whole)
+
+
+class TextGym:
+    """Text environments in processes."""
+
+    causes: ClassVar = {
+        "hangs": "step raised TextGymError: no answer within",
+        "hangs at the start": "reset raised TextGymError: no answer within",
+        "raises": "the environment raised KeyError: 'no luck'",
+        "raises at the start": "the environment raised RuntimeError: no luck",
+        "NaN": "step gave the reward nan",
+        "1e308": "step gave the reward 1e+308",
+        "a text": "its reward is '1.0', which is no number",
+        "a long integer": "reward",
+        "floods": "it said more than 4 KiB at once",
+        "dies": "the environment's process ended",
+        "many messages": "its observation is no list of messages",
+        "a role": "its observation is no list of messages",
+        "no messages": "its observation is no list of messages",
+        "done in words": "done is 'yes'",
+        "eats memory": "the environment raised MemoryError",
+        "no metadata": "its metadata steps is 'None', which is no number",
+    }
+    told: ClassVar = {"prints": "go", "leaves a process": "go"}
+    said = ("5",)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        return
+
+    def open(self, how):
+        from deltawire.envs.text_gym import TextGymEpisode, TextGymOptions
+
+        options = TextGymOptions(
+            id="any",
+            probes=["steps"],
+            start_limit_s=0.5 if how == "hangs at the start" else 60.0,
+            step_limit_s=0.5 if how == "hangs" else 60.0,
+            message_kib=4,
+        )
+        asked = {"kind": "skyrl_gym", "id": how, "modules": [], "settings": {}, "row": {}}
+        prompt = [{"role": "user", "content": "go"}]
+        return TextGymEpisode(options, {**asked, "prompt": prompt, "memory_bytes": 4 << 30})
+
+
+@pytest.mark.parametrize("adapter", [McpCommand, McpHttp, OpenEnv, TextGym])
 def test_a_hostile_environment_fails_its_episodes_and_no_others(
     adapter, byte_tokenizer, monkeypatch
 ):
     monkeypatch.setenv("DELTAWIRE_DATA_DIRS", str(SUPPORT))
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT / "hostile_packages"))
     monkeypatch.setenv(URLS, "http://127.0.0.1:9/")
     causes, told = adapter.causes, adapter.told
 

@@ -65,7 +65,7 @@ class McpServer:
             raise self._fault(f"it has no tool {missing[0]}")
         for tool in found:
             try:
-                await _checker()(tool.parameters, None)
+                await checker()(tool.parameters, None)
             except (ScoringError, ScoringTimeoutError) as error:
                 raise self._fault(f"its tool {tool.name} has no valid schema: {error}") from error
         return found
@@ -80,7 +80,7 @@ class McpServer:
             raise CallFaultError(f"the {self._config.calls} calls of this server are used up")
         given = packed_arguments(arguments)
         try:
-            await _checker()(self._tools[name].parameters, given)
+            await checker()(self._tools[name].parameters, given)
         except ScoringTimeoutError as error:
             raise CallFaultError("the arguments cannot be checked") from error
         except ScoringError as error:
@@ -187,7 +187,9 @@ def open_server(config: ToolServerConfig) -> Callable[[], McpServer]:
 
 
 @cache
-def _checker() -> ScoringProcess:
+def checker() -> ScoringProcess:
+    """The process that checks values against schemas (`deltawire.envs.mcp.arguments`); one for all
+    servers."""
     return ScoringProcess("deltawire.envs.mcp.arguments:check", limit_s=CHECK_S)
 
 

@@ -21,6 +21,7 @@ PURPOSES = {
     "trl": "TRL's trainers",
     "verifiers": "environments of verifiers",
     "mcp": "tools of MCP servers",
+    "openenv": "environments of OpenEnv",
     "tinker": "Tinker's SDK",
     "ray": "run --launcher ray",
     "hosted": "export, import",
