@@ -5,6 +5,7 @@ It is LocalBucket, from PyPI: a process with a thread for each connection. Bucke
 
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 import sys
@@ -25,8 +26,7 @@ class DiskS3Server:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / BUCKET).mkdir(parents=True, exist_ok=True)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = _free_port()
         self.answers = threading.Event()
         self.start()
 
@@ -66,13 +66,36 @@ class DiskS3Server:
         )
 
 
-class WhileItAnswers(DelegatingBucket):
-    """Begins no request while the server is down; one that is under way meets its end."""
+def _free_port() -> int:
+    """A port below those that connections get, so that none takes it while the server is down."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
 
-    def __init__(self, inner: Bucket, server: DiskS3Server) -> None:
+
+class KillsItsServer(DelegatingBucket):
+    """Kills the server as soon as request number ``at`` has begun, and starts it again. No request
+    begins in between; those that are under way meet its end."""
+
+    def __init__(self, inner: Bucket, server: DiskS3Server, at: int) -> None:
         super().__init__(inner)
         self._server = server
+        self._left = at
+        self._counting = threading.Lock()
+        self.killing = threading.Thread(target=self._kill)
+
+    def _kill(self) -> None:
+        self._server.kill()
+        self._server.start()
 
     def _call(self, verb: Any, key: str, operation: Any) -> Any:
         self._server.answers.wait(START_S)
+        with self._counting:
+            self._left -= 1
+            if self._left == 0:
+                self.killing.start()
         return operation()

@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--no-trainer",
         action="store_true",
         help="no trainer will go on with this run or its forks: also delete groups that one would "
-        "need to compute the steps after its newest checkpoint again",
+        "need to compute the steps after its newest checkpoint again; refused while one is alive",
     )
     parser.add_argument(
         "--rebuild",

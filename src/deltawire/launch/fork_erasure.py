@@ -9,6 +9,7 @@ from deltawire.errors import DeltawireError
 from deltawire.launch.branches.fork_copy import KnownFork
 from deltawire.launch.branches.fork_places import fork_names, forks_from, open_fork
 from deltawire.live.erasure.forgetting import GroupsNeededError, forget_pseudonyms
+from deltawire.runtime.process import beats
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import find_run
 from deltawire.wire.lineage import Forgotten
@@ -37,11 +38,12 @@ def forget_in_forks(
 ) -> list[ForkErasure]:
     """Deletes what the forks of a run, and theirs, hold of a user with these pseudonyms. Each keeps
     a record, so that its gateways and learners store nothing of the user. With ``no_trainer`` no
-    trainer will go on with any of them."""
+    trainer will go on with those whose trainer is not alive."""
     found = []
     for name in fork_names(bucket):
         fork = RetryingBucket.over(open_fork(bucket, name))
-        found.append(_forget_in(fork, users, no_trainer=no_trainer))
+        ended = no_trainer and not beats(fork, "trainer")
+        found.append(_forget_in(fork, users, no_trainer=ended))
         found += forget_in_forks(fork, users, no_trainer=no_trainer)
     return found
 

@@ -21,6 +21,7 @@ from deltawire.live.erasure.exporting import export_user
 from deltawire.live.erasure.forgetting import GroupsNeededError, forget_pseudonyms
 from deltawire.live.erasure.rebuilding import Rebuild, check_rebuildable, rebuild_without
 from deltawire.live.forgotten import forgotten_users, readmitted_users
+from deltawire.runtime.process import beats
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import read_run
@@ -125,15 +126,23 @@ def forget_by_name(
 
     ``learner_keys`` are ``NAME=FILE``, those of learners of a signed run, and ``no_learners`` the
     workers whose lineages are forged. With ``no_trainer`` no trainer will go on with the run or its
-    forks, so groups that one would need are deleted too. With ``rebuild`` the versions that were
-    trained on the user are withdrawn too. Raises `InputError`, before anything
-    is changed, without the secret, if a gateway's pseudonyms do not follow from it, and without
-    keys that replaced objects need.
+    forks, so groups that one would need are deleted too, but not in forks whose trainer is alive.
+    With ``rebuild`` the versions that were trained on the user are withdrawn too. Raises
+    `InputError`, before anything is changed, without the secret, if a gateway's pseudonyms do not
+    follow from it, without keys that replaced objects need, and for ``no_trainer`` while the run's
+    trainer is alive.
     """
     if wrong := [worker for worker in no_learners if not valid_name(worker)]:
         raise InputError(f"{wrong[0][:80]!r} is not the name of a worker")
     at = _Deployment.open(location, name, options, writes=True)
     bucket, run = at.bucket, at.run
+    if no_trainer and beats(bucket, "trainer"):
+        raise InputError(
+            "--no-trainer deletes groups that a trainer needs, and this run's trainer is alive",
+            hint="leave the option out and repeat the command after its next checkpoint, or stop "
+            "the trainer for good first",
+            run=bucket.url,
+        )
     if rebuild:
         check_rebuildable(bucket, run)
     learners = _learner_buckets(location, options.trust, learner_keys) if run.public_key else None

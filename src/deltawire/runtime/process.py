@@ -185,13 +185,7 @@ class Process:
 
     def refuse_live_namesake(self) -> None:
         """Raises `FencedError` if a process of this name is alive; takes two heartbeats at most."""
-        liveness = Liveness(silence_s=HEARTBEAT_S)
-        before = read_heartbeat(self.bucket, self.name)
-        if before is None or liveness.observe(before, 0.0) == "ended":
-            return
-        self.wait(2.5 * HEARTBEAT_S)
-        after = read_heartbeat(self.bucket, self.name)
-        if liveness.observe(after, 2.5 * HEARTBEAT_S) in ("alive", "stalled"):
+        if beats(self.bucket, self.name, wait=self.wait):
             worker = self.role == "worker"
             raise FencedError(
                 f"a {self.role} named {self.name} is alive in this run",
@@ -214,6 +208,18 @@ class Process:
             )
         )
         self.events.flush()
+
+
+def beats(bucket: Bucket, name: str, *, wait: Callable[[float], Any] = time.sleep) -> bool:
+    """Returns whether a process of this name is alive in a run: whether its heartbeat changes
+    within 2.5 of its periods. Only one that has not ended takes that time."""
+    liveness = Liveness(silence_s=HEARTBEAT_S)
+    before = read_heartbeat(bucket, name)
+    if before is None or liveness.observe(before, 0.0) == "ended":
+        return False
+    wait(2.5 * HEARTBEAT_S)
+    after = read_heartbeat(bucket, name)
+    return liveness.observe(after, 2.5 * HEARTBEAT_S) in ("alive", "stalled")
 
 
 def open_run(

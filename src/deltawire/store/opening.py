@@ -152,8 +152,9 @@ def _remote_options(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
         if str(chosen.get("endpoint", "")).startswith("http:"):
             client.setdefault("allow_http", True)
         # A call deletes one object, and some servers lack the request for many (DeleteObjects).
-        if not {"disable_bulk_delete", "aws_disable_bulk_delete"} & options.keys():
-            chosen["disable_bulk_delete"] = os.environ.get("AWS_DISABLE_BULK_DELETE", "true")
+        named = {str(name).lower() for name in (*options, *options.get("config", ()))}
+        if not {"disable_bulk_delete", "aws_disable_bulk_delete"} & named:
+            chosen["disable_bulk_delete"] = os.environ.get("AWS_DISABLE_BULK_DELETE") or "true"
     return chosen
 
 

@@ -6,6 +6,7 @@ import urllib.request
 
 import pytest
 from forgotten_users import everything_in, learned
+from heartbeats import put_heartbeat
 from live_answers import answer, put_rows, report
 from live_gateway import GENERATION, SECRET, live_serving, published, write_secret
 
@@ -17,6 +18,7 @@ from deltawire.live.capture.consent import ConsentRule
 from deltawire.live.capture.pseudonyms import Pseudonyms
 from deltawire.live.deployment_secret import Generation
 from deltawire.live.erasure.forgetting import GroupsNeededError
+from deltawire.runtime.process import beats
 from deltawire.store import open_bucket
 from deltawire.sync import read_run
 from deltawire.testing.tiny import start_run
@@ -130,6 +132,42 @@ def test_groups_that_a_trainer_needs_delay_no_erasure_in_forks(tmp_path, capsys,
     assert user.encode() not in there.get(keys.live_captures("g0", 0), limit=1 << 20)
     if at == "fork":
         assert f"{fork.url} still holds the user" in said.out
+
+
+def test_groups_that_a_trainer_needs_are_not_given_up_while_one_is_alive(
+    tmp_path, capsys, monkeypatch
+):
+    """A trainer is alive if its heartbeat changes while one looks."""
+    user = Pseudonyms(SECRET).user("bob")
+    parent = open_bucket(str(tmp_path / "run"), create=True)
+    secret = write_secret(parent, start_run(parent), tmp_path / "secret")
+    fork = open_bucket(f"{parent.url}/forks/one", create=True)
+    start_run(fork)
+    alive = [parent, fork]
+    for bucket in alive:
+        learned(bucket, {2: user})
+        put_heartbeat(bucket, "trainer", "trainer")
+    beat = iter(range(1, 100))
+
+    def later(_):
+        for bucket in alive:
+            put_heartbeat(bucket, "trainer", "trainer", number=next(beat))
+
+    monkeypatch.setattr(beats, "__kwdefaults__", {"wait": later})
+    command = ["forget", parent.url, "bob", "--secret", secret, "--no-trainer"]
+    before = parent.list(keys.LIVE)
+    assert main(command) == 2
+    assert "trainer is alive" in capsys.readouterr().err
+    assert parent.list(keys.LIVE) == before
+    alive.remove(parent)
+    assert main(command) == FORKED
+    assert f"{fork.url} still holds the user" in capsys.readouterr().out
+    assert not parent.exists(keys.rollout("live", 0))
+    assert fork.exists(keys.rollout("live", 0))
+    alive.remove(fork)
+    assert main(command) == FORKED
+    assert "began with weights" in capsys.readouterr().out
+    assert not fork.exists(keys.rollout("live", 0))
 
 
 def test_another_gateways_key_stops_an_erasure_before_anything_is_changed(

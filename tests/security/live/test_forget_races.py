@@ -1,7 +1,7 @@
 """An erasure meets a gateway, a learner or another erasure at any of their requests."""
 
 import itertools
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 from forgotten_users import BOB, CAROL, everything_in, learned, tokens_of
@@ -10,7 +10,7 @@ from live_answers import NOW, answer, config_of, put_rows, report
 from deltawire.errors import RetryError
 from deltawire.live.capture.spool import Spool
 from deltawire.live.capture.uploader import SpooledStream, SpoolUploader
-from deltawire.live.erasure.forgetting import forget_user
+from deltawire.live.erasure.forgetting import GroupsNeededError, forget_user
 from deltawire.live.forgotten import forgotten_users
 from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
@@ -134,23 +134,29 @@ def test_an_erasure_at_any_request_of_a_learner_leaves_nothing(after, fault):
     assert at > 8, "records, lineage and group are requests to meet at"
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_two_erasures_at_once_leave_nothing_of_either(after):
+@pytest.mark.parametrize(
+    ("after", "ended"),
+    [(False, True), (True, True), pytest.param(False, False, id="a checkpoint follows")],
+)
+def test_two_erasures_at_once_leave_nothing_of_either(after, ended):
+    def forget(bucket, run, user):
+        with nullcontext() if ended else pytest.raises(GroupsNeededError):
+            return forget_user(bucket, run, user, no_trainer=ended)
+
     for at in itertools.count(1):
         bucket = open_bucket("memory://")
         run = start_run(bucket)
         learned(bucket, {2: BOB, 3: CAROL, 6: CAROL, 7: BOB})
-        meeting = Meeting(
-            bucket,
-            at,
-            lambda b=bucket, r=run: forget_user(b, r, CAROL, no_trainer=True),
-            after=after,
-        )
-        mine = forget_user(meeting, run, BOB, no_trainer=True)
+        meeting = Meeting(bucket, at, lambda b=bucket, r=run: forget(b, r, CAROL), after=after)
+        mine = forget(meeting, run, BOB)
         if meeting.left > 0:
             break
+        if not ended:
+            assert bucket.exists(keys.rollout("live", 0))
+            bucket.put(keys.checkpoint_commit(1), b"{}")
+            mine = forget_user(bucket, run, BOB)
+        theirs = forget_user(bucket, run, CAROL, no_trainer=ended)
         assert_forgotten(bucket, [BOB, CAROL], [2, 3, 6, 7])
-        theirs = forget_user(bucket, run, CAROL, no_trainer=True)
         assert mine.versions == theirs.versions == [1]
         assert mine.groups == theirs.groups == [("live", 0), ("live", 1)]
         assert tokens_of(1) in everything_in(bucket)

@@ -98,8 +98,9 @@ class Failing(DelegatingBucket):
         super().delete(key)
 
 
+@pytest.mark.parametrize("ended", [True, False], ids=["no trainer", "a checkpoint follows"])
 @pytest.mark.parametrize("at", range(1, 12))
-def test_an_erasure_that_was_interrupted_forgets_no_version(at):
+def test_an_erasure_that_was_interrupted_forgets_no_version(at, ended):
     from deltawire.store import open_bucket
 
     bucket = open_bucket("memory://")
@@ -107,8 +108,11 @@ def test_an_erasure_that_was_interrupted_forgets_no_version(at):
     learned(bucket, {2: ALICE, 6: ALICE})
     run = start_run(bucket)
     with contextlib.suppress(RetryError):
-        forget_user(Failing(bucket, at), run, ALICE, no_trainer=True)
-    record = forget_user(bucket, run, ALICE, no_trainer=True)
+        forget_user(Failing(bucket, at), run, ALICE, no_trainer=ended)
+    if not ended:
+        assert bucket.exists(keys.rollout("live", 0)), "a trainer may need it"
+        bucket.put(keys.checkpoint_commit(1), b"{}")
+    record = forget_user(bucket, run, ALICE, no_trainer=ended)
     assert record.versions == [1]
     stored = everything_in(bucket)
     assert not any(answer(n).tokens in stored for n in (2, 6))

@@ -31,13 +31,16 @@ def server():
         thread.join()
 
 
-def test_a_delete_asks_for_one_object(server):
-    bucket = open_bucket(
-        "s3://b/run",
-        endpoint=f"http://127.0.0.1:{server.server_port}",
-        access_key_id="k",
-        secret_access_key="s",
-        region="us-east-1",
-    )
+ACCESS = {"access_key_id": "k", "secret_access_key": "s", "region": "us-east-1"}
+
+
+def test_a_delete_asks_for_one_object(server, monkeypatch):
+    monkeypatch.setenv("AWS_DISABLE_BULK_DELETE", "")
+    bucket = open_bucket("s3://b/run", endpoint=f"http://127.0.0.1:{server.server_port}", **ACCESS)
     bucket.delete("a/b")
     assert server.deleted == ["/b/run/a/b"]
+
+
+def test_a_caller_may_choose_the_request_for_many():
+    for options in ({"config": {"aws_disable_bulk_delete": False}}, {"disable_bulk_delete": False}):
+        assert open_bucket("s3://b/run", **options, **ACCESS).url == "s3://b/run"
