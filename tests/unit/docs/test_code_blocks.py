@@ -29,7 +29,7 @@ from deltawire.config.machine import MachinePolicy
 RUN = "<!-- run -->"
 FOREIGN = {"vllm", "tinker_cookbook", "export", "cd", "kill", "curl", "ray", "torchrun", "vf-eval"}
 FOREIGN |= {"twine", "pipx", "sha256sum", "git", "sudo", "aws", "docker", "kubectl", "helm", "…"}
-FOREIGN |= {"in-toto-verify", "sed", "mkdir", "cp"}
+FOREIGN |= {"in-toto-verify", "sed", "mkdir", "cp", "start.sh"}
 """First words of commands that are not ours."""
 OPTIONAL = {
     "torch",
