@@ -146,6 +146,14 @@ CLIENTS = (
         tests=("clients/test_verl_attested.py",),
     ),
     Client(
+        name="Megatron, attested",
+        package="megatron-core",
+        against="its own code",
+        uses="Megatron Bridge 0.3.1: its names, and how it gathers tensor-parallel shards, on CPUs "
+        "with a stand-in for transformer_engine",
+        tests=("clients/test_megatron_attested.py",),
+    ),
+    Client(
         name="SkyRL, attested",
         repository="NovaSky-AI/SkyRL",
         commit="a956457",

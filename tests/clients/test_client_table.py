@@ -29,7 +29,7 @@ def test_a_client_that_runs_as_itself_is_imported_by_its_tests():
         if client.package:
             assert client.against == "its own code", client.name
         if client.against == "its own code":
-            module = (client.package or client.name).replace("-", "_")
+            module = (client.package or client.name).replace("-", "[._]")
             imports = rf"^\s*(?:import|from) {module}\b|importorskip\(\"{module}\b"
             for path in client.tests:
                 text = (TESTS / path).read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import urllib.error
 import urllib.request
+from typing import Literal, TypeGuard
 
 from deltawire.errors import InputError, RetryError
 
@@ -14,17 +15,28 @@ TEMPORARY = frozenset({408, 425, 429, 502, 503, 504})
 """Status codes of a server that may answer later."""
 
 
+def is_http(location: object) -> TypeGuard[str]:
+    """Returns whether a location is the address of an HTTP server."""
+    return isinstance(location, str) and location.lower().startswith(("http://", "https://"))
+
+
 def send(
-    url: str, *, limit: int, token: str = "", body: bytes | None = None, hint: str = ""
+    url: str,
+    *,
+    limit: int,
+    token: str = "",
+    body: bytes | None = None,
+    method: Literal["POST", "PUT"] = "POST",
+    hint: str = "",
 ) -> bytes:
-    """Returns the answer to a GET request, to a POST request if there is a ``body``, at most
+    """Returns the answer to a GET request, to one of ``method`` if there is a ``body``, at most
     ``limit`` bytes. ``token`` is a bearer token, ``hint`` what to do if the server does not know
     the call.
 
     Raises `InputError` for another scheme, or if the server refuses or answers more; `RetryError`
     if it does not answer, or refuses for the moment (`TEMPORARY`).
     """
-    if not url.lower().startswith(("http://", "https://")):
+    if not is_http(url):
         raise InputError(
             f"{url} is no address of a server", hint="it begins with http:// or https://"
         )
@@ -32,7 +44,8 @@ def send(
     if body is not None:
         headers["Content-Type"] = "application/json"
     try:
-        request = urllib.request.Request(url, body, headers)  # noqa: S310  (http or https)
+        verb = "GET" if body is None else method
+        request = urllib.request.Request(url, body, headers, method=verb)  # noqa: S310  (http or https)
         with urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S) as answer:  # noqa: S310
             data: bytes = answer.read(limit + 1)
     except urllib.error.HTTPError as error:

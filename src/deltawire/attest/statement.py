@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from deltawire import codec
 from deltawire.attest.places import Counts
+from deltawire.attest.requests import is_http, send
 from deltawire.builds import MAX_BUILD
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
@@ -29,6 +30,8 @@ from deltawire.wire.signing import verify
 
 FILE = "digests.json"
 MAX_BYTES = 64 << 20
+MAX_ANSWER_BYTES = 1 << 20
+"""Bytes that a server may answer when it gets the file."""
 
 
 class TensorDigest(msgspec.Struct, frozen=True):
@@ -81,15 +84,22 @@ class Digests(
         return seal(self, key=FILE, signer=signer)
 
     def write(
-        self, location: str | os.PathLike[str] | Bucket, *, signer: Signer | None = None
+        self,
+        location: str | os.PathLike[str] | Bucket,
+        *,
+        signer: Signer | None = None,
+        token: str = "",
     ) -> None:
         """Writes ``digests.json`` into a folder or a bucket, or to a path that ends in ``.json``.
+        An address of HTTP gets the file as a PUT request, with ``token`` as a bearer token.
 
-        Raises `InputError` if it cannot be written.
+        Raises `InputError` if it cannot be written, `RetryError` for a server that does not answer.
         """
         data = self.encode(signer=signer)
         if isinstance(location, Bucket):
             location.put(FILE, data)
+        elif is_http(location):
+            send(location, limit=MAX_ANSWER_BYTES, token=token, body=data, method="PUT")
         elif is_url(location):
             RetryingBucket.over(open_bucket(location)).put(FILE, data)
         else:
@@ -131,11 +141,18 @@ def decode_digests(data: bytes, *, where: str, public_key: str = "") -> Digests:
     return found
 
 
-def read_digests(location: str | os.PathLike[str] | Bucket, *, public_key: str = "") -> Digests:
-    """Reads ``digests.json`` from a file, a folder or a bucket, with limits.
+def read_digests(
+    location: str | os.PathLike[str] | Bucket, *, public_key: str = "", token: str = ""
+) -> Digests:
+    """Reads ``digests.json`` from a file, a folder, a bucket or an address of HTTP, with limits.
+    ``token`` is a bearer token for HTTP.
 
-    Raises `InputError` if there is none, and as `decode_digests` does.
+    Raises `InputError` if there is none, as `decode_digests` does, and `RetryError` for a server
+    that does not answer.
     """
+    if is_http(location):
+        data = send(location, limit=MAX_BYTES, token=token)
+        return decode_digests(data, where=location, public_key=public_key)
     if isinstance(location, Bucket) or is_url(location):
         bucket = location if isinstance(location, Bucket) else open_bucket(location)
         held = RetryingBucket.over(bucket).get(FILE, limit=MAX_BYTES)

@@ -12,9 +12,9 @@ from pathlib import Path
 from rich.console import Console
 
 from deltawire.attest.engine import ask_engine, compare_settled
-from deltawire.attest.requests import send
+from deltawire.attest.requests import is_http
 from deltawire.attest.sides import Side, digests_side, local_side, version_side
-from deltawire.attest.statement import FILE, MAX_BYTES, decode_digests
+from deltawire.attest.statement import FILE
 from deltawire.attest.verdicts import WeightReport, compare
 from deltawire.display import safe_line
 from deltawire.errors import InputError, ResyncError
@@ -40,8 +40,8 @@ def open_side(text: str, trust: ReaderTrust) -> Side:
     side = local_side(text, public_key=key)
     if side is not None:
         return side
-    if text.startswith(("http://", "https://")):
-        return Side(text, decode_digests(send(text, limit=MAX_BYTES), where=text, public_key=key))
+    if is_http(text):
+        return digests_side(text, public_key=key)
     if text.endswith(f"/{FILE}"):
         return digests_side(text.removesuffix(f"/{FILE}"), public_key=key)
     return version_side(*_version_of(text, trust))
@@ -119,7 +119,7 @@ def local_side_exists(text: str) -> bool:
     return (
         path.is_file()
         or text.endswith(f"/{FILE}")
-        or text.startswith(("http://", "https://"))
+        or is_http(text)
         or any(path.glob("*.safetensors"))
         or (path / FILE).is_file()
     )
@@ -132,7 +132,7 @@ def attest(
     ``token``. Raises as `open_side`, `compare` and `ask_engine` do."""
     reference = against.side()
     others: Callable[[], list[Side]] = lambda: other_sides(against.text, also, trust)  # noqa: E731
-    if found.startswith(("http://", "https://")) and not found.endswith(".json"):
+    if is_http(found) and not found.endswith(".json"):
         ask = partial(ask_engine, found, reference, token=token)
         return compare_settled(found, ask, reference, others)
     return compare(open_side(found, trust), reference, others)

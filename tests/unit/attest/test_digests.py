@@ -1,6 +1,7 @@
 """Digests of arrays, folders, modules and adapters, and the file that states them."""
 
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from deltawire.attest import torch_tensors
 from deltawire.attest.combining import HeldPart, combined, total_of
 from deltawire.attest.statement import FILE, decode_digests
 from deltawire.codec.reference import digest_bits_reference
-from deltawire.errors import CorruptError, InputError, SignatureError
+from deltawire.errors import CorruptError, InputError, RetryError, SignatureError
 from deltawire.store import open_bucket
 from deltawire.wire.run import TensorSpec
 from deltawire.wire.seal import seal_json
@@ -96,6 +97,47 @@ def test_the_file_is_read_back_from_where_it_was_written(tmp_path, place):
     }[place]
     found.write(where)
     assert attest.read_digests(where) == found
+
+
+def test_the_file_is_sent_and_read_over_http():
+    held = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self):
+            allowed = self.headers["Authorization"] == "Bearer key"
+            held[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(201 if allowed else 403)
+            self.end_headers()
+
+        def do_GET(self):
+            self.send_response(200 if self.path in held else 404)
+            self.end_headers()
+            self.wfile.write(held.get(self.path, b""))
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/7/digests.json"
+        found = attest.digests(arrays())
+        found.write(url, token="key")
+        assert attest.read_digests(url) == found
+        with pytest.raises(InputError, match="403; is it the right token"):
+            found.write(url)
+        with pytest.raises(InputError, match="answers 404"):
+            attest.read_digests(url + "x")
+        held["/7/digests.json"] = held["/7/digests.json"][:-9]
+        with pytest.raises(CorruptError):
+            attest.read_digests(url)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    with pytest.raises(RetryError, match="does not answer"):
+        found.write(url)
 
 
 def test_a_damaged_file_is_refused():

@@ -106,6 +106,13 @@ def test_options_of_the_black_box_need_it(option, capsys):
     assert f"--{option} needs --black-box" in capsys.readouterr().err
 
 
+def test_a_folder_that_is_no_model_is_named(tmp_path, capsys):
+    (tmp_path / "model.safetensors").touch()
+    code = main(["attest", "http://127.0.0.1:1", "--against", str(tmp_path), "--black-box"])
+    assert code == 2
+    assert "has no config.json; scores need a model directory" in capsys.readouterr().err
+
+
 def test_the_error_rate_is_divided_among_the_tests():
     """Looks 100 times at pure chance: 5 wrong decisions are expected at most."""
     rng = np.random.default_rng(0)
