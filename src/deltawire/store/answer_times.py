@@ -33,8 +33,10 @@ PATIENCE = 8
 """The rounds with the fewest requests before slow answers count as the store's own time: other
 readers may have more under way for so long. With four, 16 readers raise their lowest means one
 after another until 200 requests wait in a store that works on 64; with eight it is 104."""
-SMALL_BITS, CLASSES = 16, 11
-"""Objects below 64 KiB are alike; from there on those within a factor of two, up to 32 MiB."""
+SMALL_BITS, CLASSES = 16, 29
+"""Objects below 64 KiB are alike; from there on those within a factor of the square root of two,
+below 1 GiB. That is less than `SLOW`: a link takes twice as long for twice as many bytes, and must
+not count as a store that is slow. Larger objects are not compared."""
 
 
 class AnswerTimes:
@@ -76,8 +78,11 @@ class AnswerTimes:
 
     def note(self, size: int, taken_s: float, window: float) -> float:
         """Notes an answer of ``size`` bytes with ``window`` requests at once. Returns how many
-        times the lowest mean the present one is, for certain; 0 before the round is over."""
+        times the lowest mean the present one is, for certain; 0 before the round is over, and for
+        an object that is not compared."""
         at = class_of(size)
+        if at is None:
+            return 0.0
         count = self._count[at] = self._count[at] + 1
         span = max(float(ROUND), window)
         weight = 1 / min(count, span)
@@ -114,6 +119,12 @@ class AnswerTimes:
         return ERRORS * math.sqrt(variance * weight)
 
 
-def class_of(size: int) -> int:
-    """Returns the number of the sizes that an object of ``size`` bytes is compared with."""
-    return min(max(size.bit_length() - SMALL_BITS, 0), CLASSES - 1)
+def class_of(size: int) -> int | None:
+    """Returns the number of the sizes that an object of ``size`` bytes is compared with; None if
+    there are none."""
+    bits = size.bit_length()
+    if bits <= SMALL_BITS:
+        return 0
+    upper = size * size >= 1 << (2 * bits - 1)
+    at = 2 * (bits - SMALL_BITS) - 1 + upper
+    return at if at < CLASSES else None

@@ -41,6 +41,8 @@ _WINDOW = struct.Struct(f"<{len(RequestWindow().state())}d")
 _PROCESS = struct.Struct("<qqd")
 """The id of a process, its requests under way, and when it began the last one."""
 _BYTES = _WINDOW.size + PROCESSES * _PROCESS.size
+LAYOUT = _WINDOW.size
+"""A part of the file's name: releases with other windows must not take over each other's."""
 
 
 class HostLimit(RequestLimit):
@@ -50,7 +52,7 @@ class HostLimit(RequestLimit):
 
     Example::
 
-        limit = HostLimit(Path("/dev/shm/deltawire/limit"))
+        limit = HostLimit(Path(f"/dev/shm/deltawire/limit-{LAYOUT}"))
         with limit.request(outcome_of):
             ...  # send one request
     """

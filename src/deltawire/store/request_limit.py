@@ -36,7 +36,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 from urllib.parse import urlsplit
 
-from deltawire.store.answer_times import SLOW, AnswerTimes
+from deltawire.store.answer_times import ROUND, SLOW, AnswerTimes, class_of
 from deltawire.store.traffic import count
 
 Outcome = Literal["answered", "refused", "lost"]
@@ -97,6 +97,8 @@ class RequestWindow:
         self._times = AnswerTimes()
         self._held = False
         """The window does not grow: it became smaller, and the effect is not known yet."""
+        self._untold = 0
+        """The answers since the last one that could tell it."""
 
     def state(self) -> tuple[float, ...]:
         """Returns what `restore` takes, for another process of this host."""
@@ -138,7 +140,7 @@ class RequestWindow:
             self._used_at = now
         elif now - self._used_at > IDLE_S and self.size > FIRST:
             self._doubles_to, self.size = self.size / 2, max(FIRST, self.least)
-            self._used_at = now
+            self._used_at, self._held = now, False
 
     def answered(self, began: float, now: float, size: int | None = None) -> None:
         """Notes an answer to a request of ``began``, an object of ``size`` bytes or None if it is
@@ -150,7 +152,12 @@ class RequestWindow:
             slow = GROWTH * self.size**POWER
             growth = 1.0 if self.size < self._doubles_to else min(1 / self.size, slow)
             self.size = min(self.size + growth, self.most)
-        if size is not None and began > self._shrunk_at:
+        if size is None or class_of(size) is None:
+            # Of listings and the like nobody will know the effect.
+            self._untold += 1
+            self._held = self._held and self._untold < max(ROUND, self.size)
+        elif began > self._shrunk_at:
+            self._untold = 0
             self._compare(self._times.note(size, taken, self.size), now)
         self._answered_at, self._paused_s = now, self.request_s
 

@@ -1,5 +1,6 @@
 """The window of requests in stores that let requests wait, and in those that are only slow."""
 
+import math
 import random
 
 import pytest
@@ -73,17 +74,26 @@ def test_a_store_that_keeps_up_gets_as_many_requests_as_ever(make):
     assert found.under_way > 0.98 * fixed.under_way
 
 
-def test_objects_of_other_sizes_are_not_taken_for_slow_answers():
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[1000], [1000, 8 * MIB], [17 * MIB, 31 * MIB], [40 * MIB, 256 * MIB], [33 * MIB, 64 * MIB]],
+    ids=str,
+)
+@pytest.mark.parametrize("mixed", [True, False])
+def test_objects_of_other_sizes_are_not_taken_for_slow_answers(sizes, mixed):
     rng = random.Random(1)
-    mixed = [rng.choice([1000, 8 << 20]) for _ in range(2000)]
-    for sizes in (mixed, [1000] * 1000 + [8 << 20] * 1000):
-        taken = [
-            simulate_store(
-                Other(one_connection_each), needed_s=1.0, readers=1, sizes=sizes, adaptive=adaptive
-            )
-            for adaptive in (True, False)
-        ]
-        assert taken[0].last_s < 1.1 * taken[1].last_s
+    drawn = [rng.choice(sizes) for _ in range(2000)]
+    asked = drawn if mixed else sorted(drawn)
+    taken = [
+        simulate_store(
+            Other(one_connection_each), needed_s=1.0, readers=1, sizes=asked, adaptive=adaptive
+        )
+        for adaptive in (True, False)
+    ]
+    assert taken[0].last_s < 1.15 * taken[1].last_s
 
 
 @pytest.mark.parametrize("readers", [1, 16])
@@ -164,10 +174,51 @@ def test_the_processes_of_a_host_share_what_they_know(tmp_path):
     assert 0 < other.window._times._lowest_s[class_of(OBJECT)] < 0.2
 
 
-def test_sizes_within_a_factor_of_two_are_compared():
+def test_sizes_within_a_factor_below_the_limit_are_compared():
     assert class_of(0) == class_of(65535) == 0
-    assert class_of(1 << 16) == class_of((1 << 17) - 1) == 1
-    assert class_of(1 << 40) == CLASSES - 1
+    assert class_of(1 << 16) == class_of(92681) == 1
+    assert class_of(92682) == class_of((1 << 17) - 1) == 2
+    assert class_of((1 << 30) - 1) == CLASSES - 1
+    assert class_of(1 << 30) is None
+
+
+@given(st.integers(1 << 16, (1 << 30) - 1))
+def test_a_link_takes_less_than_the_limit_longer_for_any_object_of_a_class(size):
+    assert math.sqrt(2) < SLOW
+    assert class_of(math.ceil(size * math.sqrt(2))) != class_of(size)
+
+
+def shrunk():
+    """A window that is held, since slow answers made it smaller."""
+    window, now = RequestWindow(), 0.0
+    for _ in range(100):
+        now = asked(window, now, 0.1)
+    size = window.size
+    while window.size >= size:
+        now = asked(window, now, 0.5)
+    assert window._held
+    return window, now
+
+
+def test_a_window_that_only_lists_grows_again():
+    window, now = shrunk()
+    for _ in range(3000):
+        window.sent(63, now)
+        window.answered(now, now + 0.01)
+        now += 0.02
+    assert window.size == MOST
+
+
+def test_a_window_that_was_not_used_grows_again():
+    window, now = shrunk()
+    window.sent(0, now + 10)
+    assert window.size < 4
+    now += 10
+    for _ in range(8):
+        window.sent(63, now)
+        window.answered(now, now + 0.01)
+        now += 0.02
+    assert window.size > 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 33), st.floats(0, 1e4)), max_size=300))

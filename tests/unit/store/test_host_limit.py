@@ -7,10 +7,11 @@ import threading
 
 import pytest
 
-from deltawire.store import host_limit
+from deltawire.store import host_limit, open_bucket
 from deltawire.store.host_limit import HostLimit
 from deltawire.store.request_limit import MOST, limit_of, share_limit
 from deltawire.store.translation import outcome_of
+from deltawire.sync.follow.blob_cache import BlobCache
 
 
 class SlowDownError(Exception):
@@ -140,3 +141,9 @@ def test_the_first_shared_limit_stays(path):
     share_limit(url, lambda: pytest.fail("made again"))
     assert limit_of(url) is shared
     assert not isinstance(limit_of(url, first=True), HostLimit)
+
+
+def test_a_window_of_another_layout_has_another_file(tmp_path):
+    """A release whose window has other figures would take them for its own."""
+    cache = BlobCache(open_bucket("memory://"), tmp_path / "blobs")
+    assert str(host_limit._WINDOW.size) in cache.limit_path.name.split("-")

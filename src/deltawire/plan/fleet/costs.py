@@ -315,7 +315,8 @@ class _TrainerTurns:
             idle = max(idle_s / turn_s, 1.0)
             # It is written if groups came, and else every few seconds.
             wrote = max(1 - math.exp(-arrivals / idle), min(1.0, idle_s / REWRITE_S / idle))
-        looks = max(versions, idle_s / (FLEET_POLL_S + look_s))
+        # A turn looks at most once, however long it takes.
+        looks = min(max(versions, idle_s / (FLEET_POLL_S + look_s)), versions + idle)
         return cls(versions + idle, waiting_s, looks, versions + wrote * idle)
 
 

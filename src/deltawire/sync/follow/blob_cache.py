@@ -43,7 +43,7 @@ from blake3 import blake3
 from deltawire.errors import InputError
 from deltawire.private_files import OtherUsersError, open_private, private_folder
 from deltawire.store import Bucket
-from deltawire.store.host_limit import HostLimit
+from deltawire.store.host_limit import LAYOUT, HostLimit
 from deltawire.store.request_limit import refused_ago_s, share_limit
 from deltawire.store.traffic import count
 from deltawire.sync.chain.objects import get_blob
@@ -113,7 +113,7 @@ class BlobCache:
         """The file of the window of requests that the readers of this host share."""
         parts = urlsplit(self.bucket.url)
         place = blake3(f"{parts.scheme}://{parts.netloc}".encode()).hexdigest(8)
-        return self.folder / f"limit-{place}"
+        return self.folder / f"limit-{LAYOUT}-{place}"
 
     def takes(self, size: int) -> bool:
         """Returns whether the cache holds a version of ``size`` bytes and the one before. It would

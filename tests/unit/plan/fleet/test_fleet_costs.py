@@ -7,7 +7,9 @@ import random
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from heartbeats import put_heartbeat
@@ -21,6 +23,7 @@ from deltawire.plan.fleet.costs import (
     ARCHIVE_READS,
     DAY_S,
     Polls,
+    _TrainerTurns,
     engines_of,
     status_bytes,
     unsettled_groups,
@@ -300,6 +303,16 @@ def test_the_bytes_of_kept_intervals_are_stated(tmp_path):
     console = Console(record=True, width=200, file=StringIO())
     console.print(plan_view(found))
     assert "kept for proofs" in console.export_text()
+
+
+def test_a_trainer_of_many_engines_looks_at_most_once_a_turn(tmp_path):
+    """Its turns are longer than the pause between two looks."""
+    request = read_request(write_plan(tmp_path))
+    first = next(one for one in request.regions if one.rollouts)
+    many = msgspec.structs.replace(first, accelerators=8192 * first.tensor_parallel)
+    request = msgspec.structs.replace(request, regions=[many])
+    turns = _TrainerTurns.of(request, SimpleNamespace(versions=720.0))
+    assert 720 < turns.looks <= turns.count
 
 
 COUNTED = [
