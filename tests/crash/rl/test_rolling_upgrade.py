@@ -147,7 +147,7 @@ class Fleet:
         return int(found[-1]) if found else -1
 
     def ask(self) -> str:
-        body = {"model": "policy", "messages": [{"role": "user", "content": "abc"}]}
+        body = {"model": "upgraded", "messages": [{"role": "user", "content": "abc"}]}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port('gateway')}/v1/chat/completions",
             data=json.dumps({**body, "max_tokens": 4}).encode(),
