@@ -76,10 +76,18 @@ def test_users_leave_where_there_is_no_place_or_wait_for_one(tmp_path, monkeypat
     assert left.counts["turned_away"] == left.counts["asked"] - len(left.notes) > 0
     assert not left.counts["waited"]
     monkeypatch.setattr(driver_module, "AT_ONCE", 0)
+    under_way, ask = [], UserDriver._ask
+
+    def noted(self, request):
+        under_way.append(self._asking)
+        return ask(self, request)
+
+    monkeypatch.setattr(UserDriver, "_ask", noted)
     waited, _, seen = drive(tmp_path / "waited", monkeypatch, rate=1000.0, requests=12)
     assert waited.counts["asked"] == len(waited.notes) == len(seen) == 12
     assert not waited.counts["turned_away"]
     assert waited.counts["waited"] > 0
+    assert max(under_way) == 2
     assert waited.seconds > 0
 
 
