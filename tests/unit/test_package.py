@@ -147,6 +147,8 @@ FLAGS = {
         "--gate",
         "--gate-margin",
         "--gate-timeout",
+        "--webhook",
+        "--webhook-secret-file",
         "--share",
         "--effect",
         "--rate",

@@ -55,6 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         _add_decision_options(action)
         if name == "decide":
             _add_gate_options(action)
+            _add_webhook_options(action)
         if name == "promote":
             action.add_argument(
                 "--again", action="store_true", help="also if the version was rolled back"
@@ -131,6 +132,18 @@ def _add_gate_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_webhook_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--webhook", default="", metavar="URL", help="post each decision there, also people's"
+    )
+    parser.add_argument(
+        "--webhook-secret-file",
+        default="",
+        metavar="FILE",
+        help="sign what is posted with this secret",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Does one action."""
     import time
@@ -164,6 +177,8 @@ def run(arguments: argparse.Namespace) -> int:
             gate=arguments.gate,
             gate_margin=arguments.gate_margin,
             gate_timeout_s=arguments.gate_timeout,
+            webhook=arguments.webhook,
+            webhook_secret_file=arguments.webhook_secret_file,
         )
     if action == "decide":
         state = decide_until_stopped(

@@ -17,12 +17,20 @@ from deltawire.display import safe_line, time_of
 from deltawire.errors import InputError, RetryError
 from deltawire.estimates import OffPolicyEstimate
 from deltawire.events import Evaluated, ServingMeasured
-from deltawire.launch.live_figures import finding_row, lineage_row, shadow_row, users_row
+from deltawire.launch.live_figures import (
+    finding_row,
+    lineage_row,
+    shadow_row,
+    users_row,
+    version_row,
+    webhook_of,
+)
 from deltawire.launch.role_keys import read_signer
 from deltawire.launch.upstreams import target_of
 from deltawire.live.deployment_secret import generation_in_use
 from deltawire.live.release.canary_outcomes import CanaryOutcomes
 from deltawire.live.release.decider_liveness import DeciderLiveness
+from deltawire.live.release.decision_webhook import DecisionWebhook
 from deltawire.live.release.evidence import Evidence, planned_answers
 from deltawire.live.release.hold_back import HoldBackEvidence
 from deltawire.live.release.hold_back_outcomes import HoldBackOutcomes
@@ -83,6 +91,9 @@ class ReleaseOptions:
     version: int | None = None
     upstream: str = ""
     """Another provider's model, in place of a version."""
+    webhook: str = ""
+    """A URL that is told of each decision while `decide` runs."""
+    webhook_secret_file: str = ""
     reason: str = ""
     by: str = ""
 
@@ -111,7 +122,7 @@ class Releaser:
         self.release = config.live.release
         self.bucket = self._bucket = bucket
         self._run = run
-        self.by = by
+        self.by, self.name = by, run.name
         self._configured = bool(run.config)
         self._outcomes = CanaryOutcomes(bucket, config.live)
         self._held_back = HoldBackOutcomes(bucket, config.live)
@@ -398,23 +409,33 @@ def decide_until_stopped(
             run=location,
         )
     liveness = DeciderLiveness(releaser.bucket, releaser.log.run, by=releaser.by)
+    webhook = webhook_of(options.webhook, options.webhook_secret_file, releaser.name, releaser.log)
     try:
-        return _decide(releaser, liveness, once=once, report=report)
+        return _decide(releaser, liveness, webhook, once=once, report=report)
     finally:
         if not once:
             liveness.end()
+        if webhook is not None:
+            webhook.close()
         if releaser.gate is not None:
             releaser.gate.close()
 
 
 def _decide(
-    releaser: Releaser, liveness: DeciderLiveness, *, once: bool, report: Callable[[Decision], None]
+    releaser: Releaser,
+    liveness: DeciderLiveness,
+    webhook: DecisionWebhook | None,
+    *,
+    once: bool,
+    report: Callable[[Decision], None],
 ) -> dict[str, Any]:
     told, gate = "", releaser.gate
     while True:
         try:
             while (decision := releaser.step(time.time())) is not None:
                 report(decision)
+            if webhook is not None:
+                webhook.report_new(releaser.log)
             if not once:
                 liveness.beat(alarm=gate.alarm if gate is not None else "")
             if gate is not None and gate.alarm != told:
@@ -438,7 +459,7 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
     newest = releaser.log.newest
     state: dict[str, Any] = {
         "state": newest.verdict if newest else "none",
-        "serving": _version(newest.serving if newest else None),
+        "serving": version_row(newest.serving if newest else None),
         "restores": None,
         "candidate": None,
         "lineage": lineage_row(lineage_of(releaser.log, releaser.release), releaser.release),
@@ -456,7 +477,7 @@ def state_of(releaser: Releaser, now: float) -> dict[str, Any]:
     if newest is None or newest.verdict not in UNDECIDED:
         return state
     state |= {
-        "candidate": _version(newest.candidate),
+        "candidate": version_row(newest.candidate),
         "share": newest.share,
         "copies": newest.copies,
         "waits_for": newest.waits_for,
@@ -550,17 +571,6 @@ def _hold_back_row(releaser: Releaser, now: float) -> dict[str, Any] | None:
             "better": found.better,
         }
     return row
-
-
-def _version(one: ServedVersion | None) -> dict[str, Any] | None:
-    if one is None:
-        return None
-    return {
-        "version": None if one.upstream else one.version,
-        "digest": "" if one.upstream else one.digest,
-        "upstream": one.upstream,
-        "attested": not one.upstream,
-    }
 
 
 def _row(one: Decision) -> dict[str, Any]:

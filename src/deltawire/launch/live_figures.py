@@ -1,4 +1,4 @@
-"""Parts of ``deltawire live status --json``: tests, lineage, and how users fare."""
+"""Parts of ``deltawire live status --json``, and the webhook of ``deltawire live decide``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import msgspec
 from deltawire.config.release import ReleaseConfig
 from deltawire.dashboard.live_processes import read_gateways
 from deltawire.dashboard.users import users_of
-from deltawire.errors import CorruptError
+from deltawire.errors import CorruptError, InputError
+from deltawire.launch.tokens import read_token
+from deltawire.live.release.decision_webhook import DecisionWebhook
 from deltawire.live.release.evidence import DifferenceFinding
 from deltawire.live.release.lineage import PromotionLineage
 from deltawire.live.release.shadow_evidence import ShadowEvidence
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.store import Bucket
+from deltawire.wire.decisions import ServedVersion
 
 
 def users_row(bucket: Bucket, log: DecisionLog, now: float) -> dict[str, Any] | None:
@@ -61,4 +64,29 @@ def finding_row(one: DifferenceFinding) -> dict[str, Any]:
         "log_evidence": one.log_evidence,
         "log_threshold": one.log_threshold,
         "rejects": one.rejects,
+    }
+
+
+def webhook_of(url: str, secret_file: str, run: str, log: DecisionLog) -> DecisionWebhook | None:
+    """Returns the webhook that is told of decisions after those of ``log``; None without a URL.
+    Raises `InputError`."""
+    if not url:
+        if secret_file:
+            raise InputError("--webhook-secret-file needs --webhook")
+        return None
+    secret = read_token(secret_file) if secret_file else ""
+    webhook = DecisionWebhook(url, run=run, secret=secret.encode())
+    webhook.report_new(log)
+    return webhook
+
+
+def version_row(one: ServedVersion | None) -> dict[str, Any] | None:
+    """Returns what serves; None for nothing."""
+    if one is None:
+        return None
+    return {
+        "version": None if one.upstream else one.version,
+        "digest": "" if one.upstream else one.digest,
+        "upstream": one.upstream,
+        "attested": not one.upstream,
     }

@@ -19,15 +19,12 @@ import os
 import selectors
 import shlex
 import signal
-import socket
 import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -35,6 +32,7 @@ from msgspec import Meta
 
 from deltawire.display import safe_line
 from deltawire.errors import DeltawireError, InputError
+from deltawire.live.release.bounded_post import post
 from deltawire.live.release.paired_gate import SetScore
 from deltawire.wire.decisions import ServedVersion
 
@@ -281,90 +279,8 @@ def _read(
     return bytes(output), bytes(tail)
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: object, **__: object) -> None:
-        """Follows none: the answer would be another server's."""
-
-
 def _asked(url: str, run_url: str, version: ServedVersion, timeout_s: float) -> bytes:
     body = msgspec.json.encode(
         {"run": run_url, "version": version.version, "digest": version.digest}
     )
-    request = urllib.request.Request(  # noqa: S310 - http or https, checked by `measure_by`
-        url, data=body, headers={"Content-Type": "application/json"}, method="POST"
-    )
-    until = time.monotonic() + timeout_s
-    output = bytearray()
-    with _cut_off_after(timeout_s) as handler:
-        opener = urllib.request.build_opener(_NoRedirect, handler)
-        try:
-            answer = opener.open(request, timeout=timeout_s)
-        except urllib.error.HTTPError as error:
-            raise InputError(f"it answered with status {error.code}") from error
-        with answer:
-            while data := answer.read1(1 << 16):
-                output += data
-                if len(output) > MAX_BYTES:
-                    raise InputError(f"it answered more than {MAX_BYTES >> 20} MiB")
-            if time.monotonic() > until:
-                raise InputError(f"it did not end within {timeout_s:g} s")
-            if answer.length:  # More was announced than came.
-                raise InputError("its answer was cut short")
-    return bytes(output)
-
-
-class _CutOff(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
-    """Opens connections, and ends all of them by `end`. A timeout of urllib is one of each read:
-    headers that come byte by byte would never end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sockets: list[socket.socket] = []
-
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        """Opens a connection."""
-        return self.do_open(self._noted(http.client.HTTPConnection), req)
-
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        """Opens a connection by TLS."""
-        return self.do_open(self._noted(http.client.HTTPSConnection), req)
-
-    def _noted(self, kind: type[http.client.HTTPConnection]) -> Callable[..., Any]:
-        def make(host: str, **options: Any) -> http.client.HTTPConnection:
-            made = kind(host, **options)
-            connect = made.connect
-
-            def noted() -> None:
-                connect()
-                # A second descriptor: urllib drops the first before it reads the body.
-                self._sockets.append(socket.socket(fileno=os.dup(made.sock.fileno())))
-
-            made.connect = noted  # type: ignore[method-assign]
-            return made
-
-        return make
-
-    def end(self) -> None:
-        """Ends the connections."""
-        for one in self._sockets:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-    def release(self) -> None:
-        """Closes the second descriptors."""
-        for one in self._sockets:
-            one.close()
-
-
-@contextmanager
-def _cut_off_after(timeout_s: float) -> Iterator[_CutOff]:
-    handler = _CutOff()
-    timer = threading.Timer(timeout_s, handler.end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield handler
-    finally:
-        timer.cancel()
-        timer.join()
-        handler.release()
+    return post(url, body, timeout_s=timeout_s, most_bytes=MAX_BYTES)
