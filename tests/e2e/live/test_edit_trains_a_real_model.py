@@ -76,7 +76,7 @@ PATIENCE_S = 900.0
 
 
 def ask(stack, question, user):
-    body = {"model": "policy", "messages": [{"role": "user", "content": question}]}
+    body = {"model": "edits", "messages": [{"role": "user", "content": question}]}
     headers = {
         "Authorization": f"Bearer {stack.token}", "Content-Type": "application/json",
         "x-deltawire-user": user, "x-deltawire-capture": "true",

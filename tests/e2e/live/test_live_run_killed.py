@@ -202,7 +202,7 @@ class Users(threading.Thread):
 
     def ask(self, number):
         message = {"role": "user", "content": f"mail {number}"}
-        body = {"model": "policy", "messages": [message]}
+        body = {"model": "live", "messages": [message]}
         receipt = receipt_of(self.post("/chat/completions", body, f"user {number % 40}"))
         claims = self.claims(receipt)
         if claims.recorded:
