@@ -17,12 +17,20 @@ process. It is opened where decisions exist only, and again once another version
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from deltawire.config import RunConfig
 from deltawire.envs import TaskSource
-from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.errors import (
+    CorruptError,
+    InputError,
+    ResyncError,
+    RetryError,
+    SignatureError,
+)
 from deltawire.events import MOST_RESULTS, ServingMeasured
 from deltawire.rl.evaluate.setting_scores import shares_correct
 from deltawire.rl.rollout.episode import play_tasks
@@ -31,6 +39,8 @@ from deltawire.rl.rollout.policy_server import ServedPolicy, serve_policy
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.process import Process
 from deltawire.wire.run import Run
+
+POLL_EVERY_S = 2.0
 
 
 class ServingScores:
@@ -64,23 +74,36 @@ class ServingScores:
         self._opened = 0
         self._measured = -1
         """The version that was measured last."""
+        self._due = False
+        """True if a candidate was measured since."""
+        self._asked_at = -math.inf
 
     def measure(self, *, with_candidate: bool = False) -> None:
         """Measures the version that serves if a candidate was measured just now, or if it was not
         measured yet. Without decisions it does nothing, and asks for them once a candidate only."""
-        if not (self._whole or self._sets) or not (with_candidate or self._log.newest):
+        self._due |= with_candidate
+        if not (self._whole or self._sets) or not (self._due or self._log.newest):
             return
-        with suppress(RetryError):  # An outage is no reason to stop; the next call asks again.
+        if not self._due and time.monotonic() - self._asked_at < POLL_EVERY_S:
+            return
+        self._asked_at = time.monotonic()
+        # Neither an outage nor a series that someone cut off ends the evaluation of versions.
+        with suppress(RetryError, SignatureError):
             self._log.poll()
-        if self._log.newest is None:
+            self._measure()
+
+    def _measure(self) -> None:
+        decision, due = self._log.newest, self._due
+        if decision is None:
+            self._due = False
             return
-        version = self._log.newest.serving.version
-        if version == self._measured and not with_candidate:
+        version = decision.serving.version
+        if version == self._measured and not due:
             return
         try:
             served = self._at(version)
-        except (CorruptError, InputError):  # It was pruned: the gate goes on without.
-            self._measured = version
+        except (CorruptError, InputError, ResyncError):  # It was pruned: the gate goes on without.
+            self._measured, self._due = version, False
             return
         began = self._process.events.now()
         found = asyncio.run(self._answered(served))
@@ -97,7 +120,7 @@ class ServingScores:
             )
         )
         self._process.events.flush()
-        self._measured = version
+        self._measured, self._due = version, False
 
     def close(self) -> None:
         """Closes the second model."""
@@ -110,18 +133,19 @@ class ServingScores:
             return self._served
         self.close()
         self._opened += 1
-        self._served, _ = serve_policy(
-            self._process,
-            self._run,
-            self._config,
-            engine="transformers",
-            # Other draws than those of the candidate, and of earlier models.
-            seed=self._config.seed + 1_000_003 * self._opened + version,
-            slots=self._config.evaluate.slots,
-            at=version,
-            weights=self._config.rollout.weights,
-            stepwise=True,
-        )
+        with self._process.heartbeat.long_task("start"):
+            self._served, _ = serve_policy(
+                self._process,
+                self._run,
+                self._config,
+                engine="transformers",
+                # Other draws than those of the candidate, and of earlier models.
+                seed=self._config.seed + 1_000_003 * self._opened + version,
+                slots=self._config.evaluate.slots,
+                at=version,
+                weights=self._config.rollout.weights,
+                stepwise=True,
+            )
         return self._served
 
     async def _answered(self, served: ServedPolicy) -> dict[str, list[float]]:

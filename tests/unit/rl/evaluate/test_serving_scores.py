@@ -7,7 +7,7 @@ import pytest
 from heartbeats import put_heartbeat
 
 from deltawire.config import parse_config
-from deltawire.errors import InputError
+from deltawire.errors import InputError, RetryError, SignatureError
 from deltawire.events import Evaluated, ServingMeasured
 from deltawire.launch.live import Releaser
 from deltawire.rl.evaluate import serving_scores
@@ -70,6 +70,7 @@ class Measured:
                 SimpleNamespace(cause="", solved=float(place % 2)) for place in range(len(problems))
             ]
 
+        monkeypatch.setattr(serving_scores, "POLL_EVERY_S", 0.0)
         monkeypatch.setattr(serving_scores, "serve_policy", opened)
         monkeypatch.setattr(serving_scores, "play_tasks", played)
         own = {name: SimpleNamespace(heldout=lambda: ["a"] * 2) for name in (*sets, "unused")}
@@ -122,6 +123,35 @@ def test_a_version_that_is_gone_is_left_out(monkeypatch):
     run.scores.measure(with_candidate=True)
     run.scores.measure()
     assert not run.events
+
+
+@pytest.mark.parametrize("error", [RetryError, SignatureError])
+def test_an_outage_or_a_broken_series_of_decisions_ends_no_evaluation(monkeypatch, error):
+    run = Measured(monkeypatch, gate=GATE, measure_again=True)
+    serve(run.log, "serve", OLD)
+
+    def failing():
+        raise error("no answer")
+
+    whole = run.scores._log.poll
+    run.scores._log.poll = failing
+    run.scores.measure(with_candidate=True)
+    assert not run.events
+    run.scores._log.poll = whole
+    run.scores.measure()
+    assert [event.version for event in run.events] == [0], "the candidate's measurement is made up"
+
+
+def test_decisions_are_asked_for_now_and_then_while_an_evaluator_waits(monkeypatch):
+    run = Measured(monkeypatch, gate=GATE, measure_again=True)
+    serve(run.log, "serve", OLD)
+    run.scores.measure(with_candidate=True)
+    monkeypatch.setattr(serving_scores, "POLL_EVERY_S", 1e9)
+    serve(run.log, "promote", NEW)
+    run.scores.measure()
+    assert [event.version for event in run.events] == [0]
+    run.scores.measure(with_candidate=True)
+    assert [event.version for event in run.events] == [0, 4]
 
 
 def test_the_gate_gets_the_newest_results_and_waits_for_them_while_an_evaluator_works(monkeypatch):
