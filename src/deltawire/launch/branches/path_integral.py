@@ -2,7 +2,9 @@
 
 Between versions a and b, the behavior changes by ∫ ∇B · dθ. Along the published versions, the
 trapezoid takes a step's part as ½ (∇B(θₖ₋₁) + ∇B(θₖ)) · (θₖ − θₖ₋₁). The parts add up to the whole
-change up to a residual, which is shown, and each is also a sum over layers.
+change up to a residual, which is shown, and each is also a sum over layers. A part that misses
+the change at its ends by much, as that of a very large step does, is integrated again at five
+points of the straight line between both versions (Boole's rule).
 """
 
 from __future__ import annotations
@@ -17,6 +19,11 @@ from deltawire.launch.branches.versioned_model import VersionedModel
 from deltawire.watch.weights import layer_and_part
 
 Progress = Callable[[str, int, int], None]
+
+MISSED = 0.01
+"""The share of the whole change by which a part may miss the change at its ends."""
+BOOLE = ((0.0, 7 / 90), (0.25, 32 / 90), (0.5, 12 / 90), (0.75, 32 / 90), (1.0, 7 / 90))
+"""Places on the line from one version to the next, and their weights."""
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,24 +88,34 @@ def integrate(
 ) -> PathIntegral:
     """Measures the behavior and its gradient at each of ``versions``, in ascending order."""
     steps: list[StepPart] = []
-    layers: dict[str, float] = {}
+    by_layer: list[dict[str, float]] = []
     values: list[float] = []
     held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for number, version in enumerate(versions):
         progress("gradients", number, len(versions))
         model.move_to(version)
         values.append(behavior.measure(model.module, gradient=True))
-        parts = _part(model, held, layers)
+        parts = _part(model, held)
         if number:
+            by_layer.append(parts)
             steps.append(
                 StepPart(
                     base=versions[number - 1],
                     version=version,
-                    part=parts,
+                    part=sum(parts.values()),
                     change=values[-1] - values[-2],
                 )
             )
     progress("gradients", len(versions), len(versions))
+    held.clear()
+    for place, step in enumerate(steps):
+        if abs(step.change - step.part) > MISSED * abs(values[-1] - values[0]):
+            by_layer[place] = _along_line(model, behavior, step)
+            steps[place] = msgspec.structs.replace(step, part=sum(by_layer[place].values()))
+    layers: dict[str, float] = {}
+    for parts in by_layer:
+        for name, part in parts.items():
+            layers[name] = layers.get(name, 0.0) + part
     order = sorted(layers, key=lambda name: -abs(layers[name]))
     return PathIntegral(
         before=values[0],
@@ -112,11 +129,10 @@ def integrate(
 def _part(
     model: VersionedModel,
     held: dict[str, tuple[torch.Tensor, torch.Tensor]],
-    layers: dict[str, float],
-) -> float:
-    """Returns the part of the step from the weights and gradients in ``held``, adds it to
-    ``layers``, and holds those of now. Gradients are taken from the parameters."""
-    total = 0.0
+) -> dict[str, float]:
+    """Returns the part of the step from the weights and gradients in ``held``, by layer, and holds
+    those of now. Gradients are taken from the parameters."""
+    layers: dict[str, float] = {}
     for name, parameter in model.trained().items():
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
@@ -125,12 +141,38 @@ def _part(
             weights, before = held[name]
             moved = (parameter - weights).reshape(-1).double()
             part = float(torch.dot((before + gradient).reshape(-1).double(), moved)) / 2
-            layer, rest = layer_and_part(name)
-            where = rest if layer is None else f"layer {layer}"
+            where = _layer_of(name)
             layers[where] = layers.get(where, 0.0) + part
-            total += part
             weights.copy_(parameter)
             held[name] = weights, gradient
         else:
             held[name] = parameter.detach().clone(), gradient
-    return total
+    return layers
+
+
+def _layer_of(name: str) -> str:
+    layer, rest = layer_and_part(name)
+    return rest if layer is None else f"layer {layer}"
+
+
+def _along_line(model: VersionedModel, behavior: Behavior, step: StepPart) -> dict[str, float]:
+    """Returns the part of a step by layer, from gradients at `BOOLE`'s places."""
+    model.move_to(step.base)
+    trained = model.trained()
+    start = {name: one.detach().clone() for name, one in trained.items()}
+    model.move_to(step.version)
+    moved = {name: one.detach() - start[name] for name, one in trained.items()}
+    layers: dict[str, float] = {}
+    for place, weight in BOOLE:
+        with torch.no_grad():
+            for name, one in trained.items():
+                one.copy_(start[name] + place * moved[name])
+        behavior.measure(model.module, gradient=True)
+        for name, one in trained.items():
+            gradient, one.grad = one.grad, None
+            if gradient is not None:
+                part = torch.dot(gradient.reshape(-1).double(), moved[name].reshape(-1).double())
+                where = _layer_of(name)
+                layers[where] = layers.get(where, 0.0) + weight * float(part)
+    model.forget()
+    return layers

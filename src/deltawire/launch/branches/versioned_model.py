@@ -83,6 +83,10 @@ class VersionedModel:
         self._source.restore(self._mirror)
         self.version = version
 
+    def forget(self) -> None:
+        """Forgets which version the weights are, because somebody changed them."""
+        self._mirror, self.version = None, None
+
     def trained(self) -> dict[str, Tensor]:
         """Returns the parameters that training moves, by name."""
         return {name: one for name, one in self.module.named_parameters() if one.requires_grad}

@@ -83,6 +83,43 @@ def test_the_trapezoid_is_exact_for_squares(planted):
     assert step.part == pytest.approx(step.change, rel=1e-3)
 
 
+class FarVersions:
+    """A model of one weight, which is 0 in version 0, 2 in version 1 and 2.1 in version 2."""
+
+    def __init__(self):
+        self.module = torch.nn.Linear(1, 1, bias=False)
+
+    @torch.no_grad()
+    def move_to(self, version):
+        self.module.weight.fill_((0.0, 2.0, 2.1)[version])
+
+    def trained(self):
+        return dict(self.module.named_parameters())
+
+    def forget(self):
+        self.module.weight.grad = None
+
+
+class FourthPower:
+    """A behavior of which the trapezoid takes twice the part of the first step."""
+
+    unit = "fourth power"
+
+    def measure(self, module, *, gradient):
+        if gradient:
+            module.weight.grad = 4 * module.weight.detach() ** 3
+        return float(module.weight.detach() ** 4)
+
+
+def test_a_very_large_step_is_integrated_along_its_line():
+    found = integrate(FarVersions(), FourthPower(), [0, 1, 2])
+    first, second = found.steps
+    assert first.part == pytest.approx(16, rel=1e-5)
+    assert second.part == pytest.approx((32 + 4 * 2.1**3) / 2 * 0.1, rel=1e-5)  # The trapezoid.
+    assert abs(found.residual) < 0.01
+    assert sum(found.layers.values()) == pytest.approx(first.part + second.part)
+
+
 def test_momentum_is_not_taken_for_a_step():
     """A gradient that enters at version 3 goes on to move the weights."""
     momentum, held, parts = 0.9, 0.0, []
