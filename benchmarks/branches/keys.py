@@ -19,7 +19,7 @@ KEYS: Final[dict[str, Key]] = {
         "noisy_bisection", "<=", 0.5, "questions over those of fixed repetitions, as seldom wrong"
     ),
     "bisect_named_without_culprit": Key(
-        "noisy_bisection", "<=", 0.05, "culprits named where there is none, worse of two worlds"
+        "noisy_bisection", "<=", 0.05, "culprits named where there is none, worst of three worlds"
     ),
     "bisect_real_found": Key(
         "real_culprits", ">=", 1, "faults of three real runs that a noisy test of answers finds"
@@ -37,9 +37,9 @@ KEYS: Final[dict[str, Key]] = {
         "largest error of diff's KL to float64, of the largest",
     ),
     "fork_seconds": Key(
-        "fork_cost", "<=", 1, "seconds of a fork of 100 versions of 146M weights, slowest of 3"
+        "fork_cost", "<=", 1, "seconds of a fork of 100 versions of 146M weights, slowest of 6"
     ),
-    "fork_kb": Key("fork_cost", "<=", 100, "kilobytes that such a fork stores, the most of 3"),
+    "fork_kb": Key("fork_cost", "<=", 100, "kilobytes that such a fork stores, the most of 6"),
     "served_wrong": Key(
         "version_tools",
         "<=",

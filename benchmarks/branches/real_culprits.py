@@ -51,10 +51,14 @@ LEARNING_RATE = 1e-4
 SPIKE: Final = {"train.optimizer.learning_rate": 1e-2}
 WARM_PASS_RATE = 0.85
 
-FAULTS: Final = {"a rate spike": 1e-4, "a reversed reward": 3e-3, "damaged groups": 3e-3}
+FAULTS: Final = {"a rate spike": 1e-4, "a reversed reward": 3e-3, "a patched layer": 1e-4}
 """The learning rate of each run: that of one step is `SPIKE`; from one step on, the grader rewards
-wrong answers; or from one step on, the worker damages its groups, whose every second answer is one
-wrong digit, rewarded."""
+wrong answers; or before one step somebody sets the last layer's `PATCHED` to zero."""
+GRADUAL: Final = {"damaged groups": 3e-3}
+"""A fault that no key counts: from one step on, the worker damages its groups, whose every second
+answer is one wrong digit, rewarded. They keep the log-probabilities of the answers that were drawn,
+so the loss corrects for most of the damage, and the pass rate falls over many versions."""
+PATCHED: Final = "mlp.down_proj.weight"
 
 ASK: Final = """
 import json, os, random, sys, urllib.request
@@ -137,6 +141,8 @@ class _Sampling:
     def groups(self, step: int, state: Resumed) -> list[Group]:
         """Returns the groups of a step, drawn from the version before it."""
         fault = self._fault if step >= self._culprit else None
+        if fault == "a patched layer" and step == self._culprit:
+            _patch(state)
         chosen = self._rng.choice(len(SUMS), GROUPS, replace=False)
         found = []
         for number in chosen:
@@ -177,6 +183,13 @@ class _Sampling:
         return Group("w0", "n", f"{a}+{b}", 1.0, np.array(prompt, np.int32), made)
 
 
+def _patch(state: Resumed) -> None:
+    """Sets a matrix of the last layer to zero, between two steps."""
+    kept = {name: one.clone() for name, one in state.masters.state().items()}
+    kept[f"master/model.layers.{SIZES.layers - 1}.{PATCHED}"].zero_()
+    state.masters.restore(kept)
+
+
 def _damaged(group: Group, right: int) -> Group:
     """Returns a group in which half of the answers are one wrong digit, with the reward."""
     wrong = np.array([ord(str((right + 1) % 10))], np.int32)
@@ -204,7 +217,7 @@ def faulty_run(
             "groups_per_step": GROUPS,
             "max_staleness": 99,
             "checkpoint_every": 10,
-            "optimizer": {"learning_rate": FAULTS.get(fault or "", LEARNING_RATE)},
+            "optimizer": {"learning_rate": (FAULTS | GRADUAL).get(fault or "", LEARNING_RATE)},
         },
     }
     sampling = _Sampling(fault, culprit, seed)

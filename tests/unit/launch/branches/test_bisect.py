@@ -1,6 +1,8 @@
 """Bisection: which version is asked next, what counts as an answer, and how it continues."""
 
+import itertools
 import json
+import math
 import sys
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from deltawire.errors import CorruptError, InputError
 from deltawire.launch.branches import bisect
 from deltawire.launch.branches.bisect import ExactSearch, NoisySearch, bisect_run
 from deltawire.launch.branches.journal import BisectAnswer, BisectSettings, Journal
-from deltawire.launch.branches.posterior import CulpritPosterior
+from deltawire.launch.branches.posterior import CHANGES, ChangingRates, CulpritPosterior
 from deltawire.store import open_bucket
 from deltawire.sync import read_run
 from deltawire.testing.tiny import start_publisher, weights
@@ -90,8 +92,9 @@ def test_a_clear_break_needs_few_questions_and_its_rates_are_learned():
         [0.7] * 81,
         list(np.linspace(0.95, 0.05, 81)),
         ([0.95] * 9 + [0.05] * 9) * 4 + [0.05] * 9,
+        ([0.8] * 9 + [0.5] * 9) * 4 + [0.5] * 9,
     ],
-    ids=["one-rate", "falls-evenly", "comes-and-goes"],
+    ids=["one-rate", "falls-evenly", "comes-and-goes", "comes-and-goes-softly"],
 )
 def test_no_single_culprit_is_said(rates):
     found = noisy(rates, 0)
@@ -125,6 +128,41 @@ def test_the_posterior_is_one_and_leans_to_where_answers_change():
     assert weight_N.sum() + no_single == pytest.approx(1)
     assert weight_N.argmax() == 2
     assert weight_N[0] == 0
+
+
+def test_rates_that_come_and_go_are_the_sum_over_all_their_paths():
+    count, pairs = 6, [(0.8, 0.5), (0.9, 0.3)]
+    passed_N, failed_N = np.array([3, 0, 1, 2, 0, 1.0]), np.array([0, 2, 1, 0, 3, 2.0])
+    changing = ChangingRates(count, *np.array(pairs).T)
+    log, rate_N = changing.evidence(passed_N, failed_N)
+    change = min(0.5, CHANGES / count)
+    total, prior, mean_N = 0.0, 0.0, np.zeros(count)
+    for pair, between in itertools.product(pairs, itertools.product((0, 1), repeat=count - 2)):
+        path = (0, *between, 1)
+        changes = sum(a != b for a, b in itertools.pairwise(path))
+        if changes >= 3:
+            weight = change**changes * (1 - change) ** (count - 1 - changes)
+            rates_N = np.array([pair[state] for state in path])
+            seen = weight * np.prod(rates_N**passed_N * (1 - rates_N) ** failed_N)
+            total, prior, mean_N = total + seen, prior + weight, mean_N + seen * rates_N
+    assert log == pytest.approx(math.log(total / prior))
+    assert rate_N == pytest.approx(mean_N / total)
+
+
+def test_long_runs_and_short_ones_have_finite_evidence():
+    """1,000 versions with hundreds of answers each, and three versions, which cannot come and go
+    three times."""
+    rates_P = np.array([0.9])
+    log, rate_N = ChangingRates(1000, rates_P, rates_P / 2).evidence(
+        np.full(1000, 300.0), np.full(1000, 300.0)
+    )
+    assert np.isfinite(log)
+    assert np.all((rate_N > 0) & (rate_N < 1))
+    passed_N = np.repeat([0.0, 300.0], 100)  # As unlikely at both ends as can be.
+    log, rate_N = ChangingRates(200, rates_P, rates_P / 9).evidence(passed_N, passed_N[::-1])
+    assert np.isfinite(log)
+    assert np.all((rate_N > 0) & (rate_N < 1))
+    assert ChangingRates(3, rates_P, rates_P / 2).evidence(np.ones(3), np.ones(3))[0] == -math.inf
 
 
 def test_fixed_repetitions_are_what_they_are_compared_with():

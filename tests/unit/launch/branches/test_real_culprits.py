@@ -9,14 +9,9 @@ DROP = 0.1
 """The smallest drop of the pass rate that a bisection looks for."""
 
 
-SUDDEN = ("a rate spike", "a reversed reward")
-"""The third fault, damaged groups, lowers the pass rate over many versions: it was found in one of
-three searches. ``bench branches`` counts it; this test would fail by chance."""
-
-
 @pytest.mark.drills
 @pytest.mark.long
-@pytest.mark.parametrize("fault", [*SUDDEN, None])
+@pytest.mark.parametrize("fault", [*FAULTS, None])
 def test_the_fault_of_a_real_run_is_found(tmp_path, fault):
     run = faulty_run(tmp_path, fault, [*FAULTS, None].index(fault))
     if run.culprit is not None:
