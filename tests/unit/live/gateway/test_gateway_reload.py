@@ -12,6 +12,7 @@ from deltawire.launch.gateway import GatewayOptions, _TokenFiles
 from deltawire.live.capture.consent import ConsentRule, read_users
 from deltawire.live.gateway import recorder
 from deltawire.serving.app import Tokens
+from deltawire.serving.client_keys import ClientKeys
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import start_run
 
@@ -72,7 +73,7 @@ def test_tokens_are_replaced_and_unusable_files_change_nothing(tmp_path, monkeyp
     monkeypatch.setattr(gateway, "TOKENS_EVERY_S", 0.0)
     path = tmp_path / "token"
     tokens = Tokens("first", "admin")
-    files = _TokenFiles(GatewayOptions(replicas=[], token_file=str(path)), tokens)
+    files = _TokenFiles(GatewayOptions(replicas=[], token_file=str(path)), tokens, ClientKeys())
     caplog.set_level(logging.INFO)
     for half in ("sec", "secon"):
         path.write_text(half)
@@ -100,7 +101,7 @@ def test_tokens_are_replaced_and_unusable_files_change_nothing(tmp_path, monkeyp
 def test_tokens_from_the_environment_are_not_read_again(monkeypatch):
     monkeypatch.setattr(gateway, "TOKENS_EVERY_S", 0.0)
     tokens = Tokens("first", "admin")
-    _TokenFiles(GatewayOptions(replicas=[]), tokens).poll()
+    _TokenFiles(GatewayOptions(replicas=[]), tokens, ClientKeys()).poll()
     assert tokens.sampling == "first"
 
 

@@ -2,10 +2,11 @@
 
 import json
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from live_answers import config_of
+from live_answers import answer, config_of
 from live_decider import Decider, in_loop, until
 from live_gateway import ADMIN, KEYS, live_serving, published
 
@@ -313,3 +314,24 @@ def test_a_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     urls, models = ["my-one=https://x/v1", "b=http://y/v1"], ["my-one=m", "b=n"]
     first, second = read_upstreams(urls, models, [f"b={tmp_path / 'key'}"])
     assert (first.key, second.key) == ("from-environment", "from-file")
+
+
+@pytest.mark.parametrize(
+    ("arm", "upstream", "spans", "mine"),
+    [
+        (SERVING, "openai", [], True),
+        (SERVING, "other", [], False),
+        (SERVING, "", [(2, 3)], False),  # The candidate's replica answered for the provider.
+        (CANDIDATE, "", [(2, 3)], True),
+        (CANDIDATE, "openai", [], False),  # The provider answered for the candidate.
+        (CANDIDATE, "", [], True),  # It is not stated what drew it.
+    ],
+)
+def test_an_answer_of_another_arms_server_counts_for_no_arm(arm, upstream, spans, mine):
+    decision = Decision(
+        number=0, run="0" * 32, verdict="canary", serving=PROVIDER, share=0.5, at=0.0, by="ann",
+        candidate=ServedVersion(2, "2" * 32),
+    )  # fmt: skip
+    row = answer(0, arm=arm, propensity=0.5)
+    row = msgspec.structs.replace(row, upstream=upstream, spans=spans)
+    assert drawn_by_its_arm(row, decision) is mine
