@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +47,24 @@ def digests(
     together do not hold each element, and if another rank fails: all ranks end with an error.
 
     ``bridge`` is that of a Megatron model, such as ``AutoBridge`` of Megatron Bridge. Its export
-    names the tensors as a checkpoint does, and gathers one after the other on every rank.
+    names the tensors as a checkpoint does, and gathers one after the other on every rank. It does
+    not say what is a buffer, so ``dtype`` rounds all of them.
 
     Example::
 
         deltawire.attest.digests(model, dtype="bfloat16").write("checkpoints/7")
     """
     if bridge is not None:
+        if merged:
+            raise InputError("a bridge exports a model as it is: merged=True has no effect")
         return _exported(model, dtype, group, bridge)
     if isinstance(model, str | os.PathLike):
         if dtype or merged:
             raise InputError("a folder's tensors are digested as they are stored")
         return total_of(digest_lazy(one) for one in safetensors_of(Path(model)))
-    if not hasattr(model, "named_parameters"):
+    mapping = not hasattr(model, "named_parameters")
+    # A rank that holds nothing, such as a filtered stage of a pipeline, takes part all the same.
+    if mapping and not (isinstance(model, Mapping) and not model and _has_ranks(group)):
         check_mapping(model)
         if not any(hasattr(one, "detach") for one in model.values()):
             return _of_arrays(model, dtype)
@@ -81,16 +88,18 @@ def _exported(model: Any, dtype: str | None, group: Any, bridge: Any) -> Digests
     export = getattr(bridge, "export_hf_weights", None)
     if export is None:
         raise InputError(f"{type(bridge).__name__} has no export_hf_weights")
-    stream = iter(export(model if isinstance(model, list) else [model], show_progress=False))
     held: Sequence[HeldPart] | Exception
     aliases: dict[str, str] = {}
+    stream: Iterator[Any] = iter(())
     try:
+        stream = iter(export(model if isinstance(model, list) else [model], show_progress=False))
         found, aliases = stream_digests(((one[0], one[1]) for one in stream), dtype)
         held = [HeldPart(one.spec, Digest.from_hex(one.digest), one.spec.count) for one in found]
     except Exception as error:
         held = error
-        for _ in stream:  # The other ranks wait for this one in the rest of it.
-            pass
+        with suppress(Exception):
+            for _ in stream:  # The other ranks wait for this one in the rest of it.
+                pass
     return combined(held, torch_ranks(group), aliases=aliases)
 
 
@@ -107,6 +116,16 @@ def digests_of_stream(stream: Iterable[tuple[str, Any]], *, dtype: str | None = 
 
     found, aliases = stream_digests(stream, dtype)
     return total_of(found, aliases=aliases)
+
+
+def _has_ranks(group: Any) -> bool:
+    """Returns whether this process is one of several of torch's, without importing it."""
+    if "torch" not in sys.modules:
+        return False
+    from deltawire.attest.torch_tensors import torch_ranks
+
+    ranks = torch_ranks(group)
+    return ranks is not None and ranks.count > 1
 
 
 def _of_arrays(tensors: Mapping[str, Any], dtype: str | None) -> Digests:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from deltawire.attest import Digests, digests_of_stream
@@ -29,16 +29,21 @@ def act_together(check: WeightCheck, problem: str, group: Any = None) -> None:
 
 
 def digest_export(
-    stream: Iterable[tuple[str, Any]], dtype: str | None = None
+    stream: Iterable[Any],
+    dtype: str | None = None,
+    *,
+    pairs: Callable[[Any], Iterable[tuple[str, Any]]] = lambda one: (one,),
 ) -> Digests | str | None:
-    """Digests on rank 0 what all ranks export together. The others, and rank 0 after an error,
-    read the stream to its end, because the ranks wait for each other in it. Returns a sentence that
-    says what failed, and None on the other ranks."""
+    """Digests on rank 0 what all ranks export together; ``pairs`` returns the names and tensors of
+    one item. The others, and rank 0 after an error, read the stream to its end, because the ranks
+    wait for each other in it. Returns a sentence that says what failed, and None on the other
+    ranks."""
     rest = iter(stream)
     found: Digests | str | None = None
     if not rank_here():
         try:
-            return digests_of_stream(rest, dtype=dtype)
+            named = (pair for one in rest for pair in pairs(one))
+            return digests_of_stream(named, dtype=dtype)
         except Exception as error:
             found = f"nothing was compared: {said(error)}"
     for _ in rest:

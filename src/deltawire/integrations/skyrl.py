@@ -9,7 +9,7 @@ starts; SkyRL turns vLLM's development mode on by itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -62,9 +62,8 @@ def digest_policy(worker: Any, dtype: str) -> Digests | str | None:
         return digests(model, dtype=dtype)
     import torch
 
-    return digest_export(_pairs(extractor.extract_weights(getattr(torch, dtype))))
+    return digest_export(extractor.extract_weights(getattr(torch, dtype)), pairs=_pairs)
 
 
-def _pairs(chunks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    for chunk in chunks:
-        yield from zip(chunk.names, chunk.tensors, strict=True)
+def _pairs(chunk: Any) -> Iterable[tuple[str, Any]]:
+    return zip(chunk.names, chunk.tensors, strict=True)

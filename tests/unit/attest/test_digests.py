@@ -328,6 +328,43 @@ def test_a_megatron_model_is_digested_under_the_names_of_its_bridge(monkeypatch)
         assert one.copies_disagree == ["model.norm"]
 
 
+def with_ranks(monkeypatch, call, count=2):
+    """Returns what ``call(number)`` returned or raised on each rank."""
+    ranks_of = threading.local()
+    monkeypatch.setattr(torch_tensors, "torch_ranks", lambda _: getattr(ranks_of, "found", None))
+
+    def work(ranks):
+        ranks_of.found = ranks
+        try:
+            return call(ranks.number)
+        except InputError as error:
+            return error
+
+    return on_ranks(work, count)
+
+
+def test_a_rank_that_holds_nothing_takes_part(monkeypatch):
+    weights = {"model.norm": torch.ones(4)}
+    found = with_ranks(monkeypatch, lambda rank: attest.digests({} if rank else weights))
+    assert [one.digest for one in found] == [attest.digests(weights).digest] * 2
+
+
+def test_an_export_that_does_not_begin_on_one_rank_ends_all(monkeypatch):
+    class Broken:
+        def export_hf_weights(self, model, show_progress=True):
+            raise InputError("no export")
+
+    bridges = [Bridge({"model.norm": torch.ones(4)}), Broken()]
+    found = with_ranks(monkeypatch, lambda rank: attest.digests(["stage"], bridge=bridges[rank]))
+    assert all(isinstance(one, InputError) for one in found)
+    assert "no export" in str(found[0])
+
+
+def test_merged_has_no_meaning_with_a_bridge():
+    with pytest.raises(InputError, match="merged"):
+        attest.digests(["stage"], bridge=Bridge({}), merged=True)
+
+
 def test_an_error_in_the_export_of_a_bridge_is_read_past_and_raised():
     bad = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.complex64), "c": torch.ones(2)}
     bridge = Bridge(bad)
