@@ -125,6 +125,12 @@ def test_weights_that_keep_changing_are_said_to():
     assert "an update is under way" in loop.check.last["e"].notes[0]
 
 
+def test_a_trainer_without_engines_says_so(caplog):
+    loop = Loop("stop")
+    loop.check.examine(loop.reference(), dict)
+    assert "there is no engine to compare" in caplog.text
+
+
 def test_options_are_checked():
     with pytest.raises(InputError, match="on_mismatch"):
         WeightCheck("ignore")
