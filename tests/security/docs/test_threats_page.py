@@ -78,7 +78,7 @@ COMPACTED = [
 ]  # fmt: skip
 GATEWAYS = [
     keys.live_gateway("g0"), keys.live_captures("g0", 0), keys.live_feedback("g0", 0),
-    keys.live_decision(0), keys.live_forgotten("0" * 32),
+    keys.live_decision(0), keys.live_forgotten("0" * 32), keys.LIVE_DECIDER, keys.LIVE_OPERATOR,
     *COMPACTED,
 ]  # fmt: skip
 LINEAGE = keys.live_lineage("WORKER", 0)
