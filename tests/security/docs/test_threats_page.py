@@ -25,6 +25,7 @@ POLICIES = {
 }
 HASH = "0" * 64
 ACTORS = (
+    "server of tools",
     *("owner", "writer", "worker", "model's answer", "client with", "client without"),
     *("another local user", "another process", "published files", "whoever reads"),
 )
