@@ -197,7 +197,8 @@ class OpenEnvEpisode(Environment):
         return await self._turn(answer, call=call)
 
     async def probes(self) -> Mapping[str, float]:
-        """The numbers of the state that ``probes`` names; raises `OpenEnvError` without them."""
+        """The numbers of the state that ``probes`` names, as far as it has them; raises
+        `OpenEnvError` for what is no number."""
         if not self._options.probes or self._session is None:
             return {}
         answer = await self._session.ask("state", None, self._options.call_limit_s)
@@ -206,7 +207,8 @@ class OpenEnvEpisode(Environment):
             raise OpenEnvError("the server's state is none")
         if fault := await self._fault(self._schemas.get("state"), state):
             raise OpenEnvError(f"the server's state does not fit its schema: {fault}")
-        return {name: _number(state.get(name), name) for name in self._options.probes}
+        named = [name for name in self._options.probes if name in state]
+        return {name: _number(state[name], name) for name in named}
 
     async def close(self) -> None:
         """Ends the session."""

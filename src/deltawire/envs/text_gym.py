@@ -172,10 +172,12 @@ class TextGymEpisode(Environment):
         return await self._ask({"text": action.text}, self._options.step_limit_s)
 
     async def probes(self) -> Mapping[str, float]:
-        """The numbers of the last metadata that ``probes`` names; raises `TextGymError`."""
+        """The numbers of the last metadata that ``probes`` names, as far as it has them: what the
+        model does may decide that. Raises `TextGymError` for what is no number."""
         return {
-            name: _number(self._metadata.get(name), f"metadata {name}")
+            name: _number(self._metadata[name], f"metadata {name}")
             for name in self._options.probes
+            if name in self._metadata
         }
 
     async def close(self) -> None:
@@ -217,8 +219,8 @@ class TextGymEpisode(Environment):
         if not isinstance(answer, dict) or "error" in answer:
             told = answer.get("error") if isinstance(answer, dict) else "no answer"
             raise TextGymError(f"the environment raised {str(told)[:300]}")
-        metadata = answer.get("metadata")
-        self._metadata = metadata if isinstance(metadata, dict) else {}
+        if isinstance(metadata := answer.get("metadata"), dict):
+            self._metadata = metadata  # An action that is none leaves the last one.
         done, reward = answer.get("done", False), answer.get("reward")
         if not isinstance(done, bool):
             raise TextGymError(f"done is {str(done)[:40]!r}")

@@ -45,5 +45,7 @@ class Environment:
             "observations": said.get(self.how, []),
             "reward": rewards.get(self.how, 1.0),
             "done": "yes" if self.how == "done in words" else True,
-            "metadata": None if self.how == "no metadata" else {"steps": 1},
+            "metadata": {"no metadata": None, "a word": {"steps": "two"}}.get(
+                self.how, {"steps": 1}
+            ),
         }

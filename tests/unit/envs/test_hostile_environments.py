@@ -329,9 +329,9 @@ class TextGym:
         "no messages": "its observation is no list of messages",
         "done in words": "done is 'yes'",
         "eats memory": "the environment raised MemoryError",
-        "no metadata": "its metadata steps is 'None', which is no number",
+        "a word": "its metadata steps is 'two', which is no number",
     }
-    told: ClassVar = {"prints": "go", "leaves a process": "go"}
+    told: ClassVar = {"prints": "go", "no metadata": "go", "leaves a process": "go"}
     said = ("5",)
 
     async def __aenter__(self):

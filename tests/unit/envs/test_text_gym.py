@@ -65,6 +65,10 @@ def test_gymnasium_plays_the_example(monkeypatch, byte_tokenizer):
     assert "error: 'hello' is no action" in text
     assert "larger" in text
     assert episode.trajectory.probes == {"guesses": episode.trajectory.turns - 1}
+    episode, _ = play(tasks.open(tasks.heldout()[1]), byte_tokenizer, "hello", max_turns=2)
+    assert (episode.cause, episode.trajectory.probes) == ("", {}), (
+        "what the model does fails nothing"
+    )
 
 
 @pytest.mark.drills
