@@ -77,7 +77,7 @@ class DriveResult:
 
 
 class UserDriver:
-    """Drives one gateway.
+    """Drives one gateway. Without ``model`` users ask for the gateway's own.
 
     ``claims`` opens a receipt, which users cannot; without it notes tell no arm and no version.
 
@@ -93,7 +93,7 @@ class UserDriver:
         token: str,
         population: Population,
         *,
-        model: str = "policy",
+        model: str = "",
         watch: Callable[[ServedNote], None] = lambda _: None,
         claims: Callable[[str], Receipt | None] = lambda _: None,
     ) -> None:

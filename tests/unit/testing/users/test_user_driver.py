@@ -21,7 +21,10 @@ QUICK = UserSettings(
 
 def drive(tmp_path, monkeypatch, *, mode="tokens", token=TOKEN, **span):
     async def scenario():
-        async with live_serving(published(), tmp_path / "state", monkeypatch) as gateway:
+        names = ["support"]  # A gateway refuses other names.
+        async with live_serving(
+            published(), tmp_path / "state", monkeypatch, model_names=names
+        ) as gateway:
             gateway.fake.mode = mode
             population = Population(QUICK)
             run = gateway.recorder._run.id
