@@ -429,8 +429,8 @@ async def call_replica(
     limits = app[LIMITS]
     within_s = limits.first_s if stream else limits.whole_s
     deadline = asyncio.get_running_loop().time() + within_s
-    headers = {"Content-Type": request.headers.get("Content-Type", "application/json")}
-    headers["Accept-Encoding"] = "identity"
+    # The client's own type of content is not passed on: servers differ in which they refuse.
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     headers[HEADER] = REQUEST_ID.get()
     headers |= member.replica.headers
     async with asyncio.timeout_at(deadline):

@@ -68,6 +68,7 @@ from deltawire.serving.app import (
 from deltawire.serving.bodies import BodyBudget, read_body
 from deltawire.serving.client_keys import CLIENT, CountedRequest
 from deltawire.serving.errors import SERVER_ERROR, RequestError, error_answer, error_object
+from deltawire.serving.replica_set import TrackedReplica
 from deltawire.wire.captures import FAILED
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ MAX_WEBHOOK_BYTES = 8 << 20
 WEBHOOKS_BYTES = 32 << 20
 """The budget of webhooks, apart from that of clients with a token: a body is read before its
 signature can be checked."""
+REFUSED_WORDS = "the model's server refused the request"
+FAILED_WORDS = "the model's server failed"
+"""What clients get instead of words and statuses by which servers of different providers differ."""
 CLIENT_LEFT = 499
 """The status by which requests are counted whose client left before the end."""
 COUNTED = frozenset({*ANSWERS, RESPONSES, MODELS, "/v1/feedback", WEBHOOK})
@@ -271,8 +275,15 @@ class LiveCalls:
             self._names,
             form,
             reveal=is_admin(request),
-            hides=bool(self._recorder.upstreams),
+            hides=_are_of_many(request.app[REPLICAS].members),
         )
+        if exchange.hides and asked.logprobs:
+            raise RequestError(
+                "logprobs is not honored by every server of this model",
+                hint="leave it out",
+                code="unsupported_parameter",
+                param="logprobs",
+            )
         EXCHANGE.set(exchange)
         metrics = self._metrics
         if metrics is not None:
@@ -284,7 +295,11 @@ class LiveCalls:
                 )
                 if answer.status in FAILURES or answer.status >= SERVER_ERROR:
                     exchange.end(FAILED, "no replica takes requests")
-                return answer
+                return _alike(answer) if exchange.hides else answer
+        except RetryError as error:
+            if exchange.hides:
+                raise RetryError(FAILED_WORDS) from error
+            raise
         finally:
             if metrics is not None:
                 metrics.ended(exchange.arm)
@@ -365,3 +380,19 @@ def _metrics_of(recorder: Recorder, app: web.Application) -> GatewayMetrics | No
 def _taken(taken: Taken) -> web.Response:
     headers = {"Retry-After": str(int(taken.after_s) + 1)} if taken.after_s else {}
     return web.json_response(taken.body, status=taken.status, headers=headers)
+
+
+def _are_of_many(members: Sequence[TrackedReplica]) -> bool:
+    """Returns whether the servers are of different providers; the run's replicas are one."""
+    return len({one.replica.upstream for one in members}) > 1
+
+
+def _alike(answer: web.StreamResponse) -> web.StreamResponse:
+    """Returns an answer as servers of all providers give it: one status for all refusals, another
+    one for all failures."""
+    status = answer.status
+    if status == 200:
+        return answer
+    if 400 <= status < SERVER_ERROR and status not in FAILURES:
+        return error_answer(400, InputError(REFUSED_WORDS))
+    return error_answer(503, RetryError(FAILED_WORDS))

@@ -248,9 +248,6 @@ class ClientView:
     logprobs: bool
     reveal: bool
     model: Any = None
-    own_id: str = ""
-    """Replaces an answer's id, and leaves only the members that every provider states: others
-    would tell them apart. Empty where all servers are of one kind."""
 
     def of(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the object that the client gets, changed in place; None for a chunk with nothing
@@ -266,8 +263,6 @@ class ClientView:
                 body.pop(name, None)
             if isinstance(self.model, str) and "model" in body:
                 body["model"] = self.model
-            if self.own_id:
-                _make_common(body, self.own_id)
         empty = "usage" not in body or body["usage"] is None
         for row in body.get("choices") or ():
             if not self.ids:
@@ -288,27 +283,3 @@ class ClientView:
             )
             empty = empty and (delta is not None or "text" in row)
         return None if empty and body.get("choices") else body
-
-
-_COMMON = frozenset({"id", "object", "created", "model", "choices", "usage"})
-_COMMON_ROW = frozenset({"index", "message", "delta", "text", "finish_reason", "logprobs"})
-_COMMON_SAID = frozenset({"role", "content", "tool_calls"})
-_COMMON_USAGE = frozenset({"prompt_tokens", "completion_tokens", "total_tokens"})
-
-
-def _make_common(body: dict[str, Any], name: str) -> None:
-    """Leaves the members that every provider states, with the gateway's own id."""
-    _keep(body, _COMMON)
-    body["id"] = name
-    if isinstance(body.get("usage"), dict):
-        _keep(body["usage"], _COMMON_USAGE)
-    for row in body.get("choices") or ():
-        _keep(row, _COMMON_ROW)
-        for part in ("message", "delta"):
-            if isinstance(row.get(part), dict):
-                _keep(row[part], _COMMON_SAID)
-
-
-def _keep(found: dict[str, Any], names: frozenset[str]) -> None:
-    for name in found.keys() - names:
-        del found[name]

@@ -29,6 +29,7 @@ from deltawire.live.capture.guardrails import AnswerFacts
 from deltawire.live.feedback.client import RECEIPT_HEADER
 from deltawire.live.gateway.answer_ids import ANSWER_HEADER, AnswerIds
 from deltawire.live.gateway.answer_rows import ServedRequest
+from deltawire.live.gateway.common_form import CommonForm
 from deltawire.live.gateway.engine_tokens import AnswerReader, ClientView
 from deltawire.live.gateway.events import DONE, EventSplitter, data_of
 from deltawire.live.gateway.model_names import ModelNames
@@ -52,6 +53,10 @@ AT_ONCE = 16 << 10
 FAILURES = frozenset({408, 425, 429})
 """Lower statuses by which a replica, or this server for it, does not answer what it could."""
 UPSTREAM_FAULTS = frozenset({401, 402, 403, 404})
+WHOLE_HEADERS = {"Content-Type": "application/json", "Cache-Control": "no-cache"}
+STREAM_HEADERS = {**WHOLE_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}
+"""A server's own headers would tell which one it is."""
+COMMENT = b": \n\n"
 _LOG = logging.getLogger("deltawire.live")
 MOST_REASON = 1000
 """Characters of a replica's own words on why it refuses a request."""
@@ -127,15 +132,17 @@ class LiveExchange:
         self._ids = ids
         self._names = names
         self._form = form
-        self._hides = hides
         asked = served.asked
         self._shown = ClientView(
             ids=asked.ids,
             logprobs=asked.logprobs,
             reveal=reveal,
             model=asked.given.get("model"),
-            own_id=f"chatcmpl-{self.name}" if hides else "",
         )
+        self._common: CommonForm | None = None
+        """Where servers of different providers answer, unless the client may know which."""
+        if hides and not reveal:
+            self._common = CommonForm(self.name, model=asked.given.get("model"), chat=asked.chat)
         self._served = served
         self._recorder = recorder
         self._began = time.monotonic()
@@ -154,6 +161,11 @@ class LiveExchange:
     def arm(self) -> str:
         """The arm that the user is assigned to."""
         return self._served.assignment.arm
+
+    @property
+    def hides(self) -> bool:
+        """True if the client must not tell servers of different providers apart."""
+        return self._common is not None
 
     @property
     def first_s(self) -> float:
@@ -220,6 +232,8 @@ class LiveExchange:
             stream = self._served.asked.stream
             async with call_replica(request, member, sent, stream=stream) as (upstream, pieces):
                 headers = headers_for(request, member, upstream)
+                streams = "event-stream" in headers.get("Content-Type", "")
+                headers |= STREAM_HEADERS if streams and upstream.status == 200 else WHOLE_HEADERS
                 redirects = 300 <= upstream.status < 400
                 if redirects or (member.replica.upstream and upstream.status in UPSTREAM_FAULTS):
                     # The gateway's own key or model: no client can do anything about it.
@@ -228,7 +242,7 @@ class LiveExchange:
                 headers[ANSWER_HEADER] = self.name
                 if upstream.status >= SERVER_ERROR:
                     tries.answered(member, upstream.status)
-                if upstream.status == 200 and "event-stream" in headers.get("Content-Type", ""):
+                if upstream.status == 200 and streams:
                     first = await anext(pieces, b"")
                     answer = web.StreamResponse(headers=headers)
                     await answer.prepare(request)
@@ -284,14 +298,14 @@ class LiveExchange:
             # A replica's own words may name it, its version or the run.
             return error_answer(upstream.status, RetryError("the replica failed"))
         if upstream.status != 200:
-            body = error_body(upstream.status, self._reason(data))
+            body = error_body(upstream.status, _reason_in(data))
             return web.Response(status=upstream.status, body=body, headers=headers)
         found = _object_of(data)
         if found is None:
             raise CorruptError("the replica's answer is no object with choices")
         reader = AnswerReader()
         reader.read(found)
-        shown = self._shown.of(found) or found
+        shown = self._common.whole(found) if self._common else self._shown.of(found) or found
         receipts = await self._receipts(reader)
         headers[RECEIPT_HEADER] = receipts[0]
         return web.Response(body=self._form.whole(shown, self._member(receipts)), headers=headers)
@@ -315,21 +329,19 @@ class LiveExchange:
                 if data == DONE:
                     ended = True
                     continue
-                if not data and event.startswith(b":"):
-                    out.append(event + b"\n\n")
+                if not data and event.startswith(b":") and self._common is None:
+                    out.append(COMMENT)  # Some providers name themselves in theirs.
                 body = _object_of(data) if data else None
                 if body is None:
                     if b'"error"' in data:
                         out.append(self._failure(data))
                     continue
-                shown, final = self._read(reader, body)
-                if shown is None:
-                    continue
-                self._first_s = self._first_s or time.monotonic() - self._began
-                if final:
-                    held.append(shown)
-                else:
-                    out.append(self._form.chunk(shown))
+                for shown in self._read(reader, body):
+                    self._first_s = self._first_s or time.monotonic() - self._began
+                    if _is_final(shown):
+                        held.append(shown)
+                    else:
+                        out.append(self._form.chunk(shown))
             if out:
                 await _write(request, answer, b"".join(out))
             chunk = await anext(pieces, b"")
@@ -339,26 +351,18 @@ class LiveExchange:
         await _write(request, answer, self._form.end(held, self._member(receipts)))
         await answer.write_eof()
 
-    def _read(
-        self, reader: AnswerReader, body: dict[str, Any]
-    ) -> tuple[dict[str, Any] | None, bool]:
-        """Reads a chunk; returns what the client gets of it, and whether it ends a choice."""
+    def _read(self, reader: AnswerReader, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Reads a chunk; returns the chunks that the client gets of it."""
         reader.read(body)
-        rows = body.get("choices") or ()
-        final = not rows or any(row.get("finish_reason") for row in rows)
-        return self._shown.of(body), final
+        if self._common is not None:
+            return list(self._common.chunks(body))
+        shown = self._shown.of(body)
+        return [] if shown is None else [shown]
 
     def _failure(self, data: bytes) -> bytes:
         """Returns the event that takes the place of a replica's error: its own words may name it,
         its version or the run."""
         return self._form.failed(_reason_in(data) if self._shown.reveal else "the replica failed")
-
-    def _reason(self, data: bytes) -> str:
-        """Returns why a request was refused. The words of different providers would tell clients
-        which of them refused it."""
-        if self._hides and not self._shown.reveal:
-            return "the model's server refused the request"
-        return _reason_in(data)
 
     def _member(self, receipts: list[str]) -> dict[str, Any]:
         member: dict[str, Any] = {"receipt": receipts[0]}
@@ -371,6 +375,12 @@ class LiveExchange:
 
 EXCHANGE: ContextVar[LiveExchange | None] = ContextVar("deltawire_exchange", default=None)
 """The exchange of the request that is being answered, for its metrics."""
+
+
+def _is_final(chunk: Mapping[str, Any]) -> bool:
+    """Returns whether a chunk ends a choice, or tells of all of them."""
+    rows = chunk.get("choices") or ()
+    return not rows or any(row.get("finish_reason") for row in rows)
 
 
 async def _write(request: web.Request, answer: web.StreamResponse, data: bytes) -> None:

@@ -39,6 +39,7 @@ _LOG = logging.getLogger("deltawire.live")
 
 class _ListedModel(msgspec.Struct):
     id: Annotated[str, Meta(min_length=1, max_length=256)]
+    max_model_len: Any = None
 
 
 class _ListedModels(msgspec.Struct):
@@ -70,6 +71,8 @@ class ModelNames:
         self._session = session
         self._run, self._given, self._own = run, tuple(given), own
         self._listed: dict[str, tuple[str, ...]] = {}
+        self._lengths: dict[str, int] = {}
+        """The most tokens of a prompt and its answer, of each replica that states them."""
         self._since = int(time.time())
 
     async def follow(self) -> None:
@@ -84,7 +87,8 @@ class ModelNames:
     def names(self) -> list[str]:
         """Returns the names that clients may use, the first of which is used where they give none;
         empty while none but the run's is known."""
-        learned = [name for member in self._replicas.members for name in self._names_of(member)]
+        own = [one for one in self._replicas.members if not one.replica.upstream]
+        learned = [name for member in own for name in self._names_of(member)]
         found = [*self._given] or [*([self._own] if self._own else []), *learned]
         return list(dict.fromkeys([*found, self._run])) if found else []
 
@@ -124,10 +128,12 @@ class ModelNames:
     def listed(self) -> list[dict[str, Any]]:
         """Returns the objects of ``GET /v1/models``."""
         names = [one for one in self.names() if one != ANY_NAME] or [self._run]
-        return [
-            {"id": name, "object": "model", "created": self._since, "owned_by": "deltawire"}
-            for name in names
-        ]
+        same = {"object": "model", "created": self._since, "owned_by": "deltawire"}
+        own = [one for one in self._replicas.members if not one.replica.upstream]
+        lengths = {self._lengths.get(one.replica.name) for one in own}
+        if len(lengths) == 1 and None not in lengths and len(own) == len(self._replicas.members):
+            same["max_model_len"] = lengths.pop()
+        return [{"id": name, **same} for name in names]
 
     def _names_of(self, member: TrackedReplica) -> tuple[str, ...]:
         stated = member.replica.model
@@ -155,4 +161,8 @@ class ModelNames:
             found = msgspec.json.decode(data, type=prepared(_ListedModels))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptError("no list of models") from error
+        lengths = [one.max_model_len for one in found.data]
+        self._lengths.pop(member.replica.name, None)
+        if lengths and type(lengths[0]) is int and all(one == lengths[0] for one in lengths):
+            self._lengths[member.replica.name] = lengths[0]
         return tuple(dict.fromkeys(one.id for one in found.data))
