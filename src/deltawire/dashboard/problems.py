@@ -12,6 +12,7 @@ from deltawire.dashboard.wording import duration
 Severity = Literal["alarm", "warning"]
 MAX_NAMED = 12
 UNDECIDED_AFTER_S = 600.0
+LOOKS_WITHIN_S = 3600.0
 
 
 class RunProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +99,12 @@ def _silent_live(status: RunStatus) -> list[RunProblem]:
     release = status.release
     waits = release is not None and release.verdict in ("gate", "shadow", "canary")
     late = release is not None and status.at - release.at > UNDECIDED_AFTER_S
-    if waits and late and all(one.state == "ended" for one in decides):
-        words = "a candidate is undecided, and nothing decides: start deltawire live decide"
+    # One that ended a while ago may have been run with --once, by a timer.
+    if waits and late and all(o.state == "ended" and o.age_s > LOOKS_WITHIN_S for o in decides):
+        words = (
+            "a candidate is undecided, and nothing looked at it in the last hour: start deltawire "
+            "live decide, or run it with --once more often"
+        )
         found.append(RunProblem(severity="warning", text=words))
     return found[:MAX_NAMED]
 

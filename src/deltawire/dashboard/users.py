@@ -1,14 +1,16 @@
 """How users fare, by arm and version, over time: satisfaction, feedback, errors, latency, length.
 
 Gateways store counts and sums in windows (`deltawire.wire.user_windows`), which name no user. A
-user who is served by two gateways in one window counts twice, and one who comes back in a later
-window counts again, so intervals of many windows together are somewhat too narrow. Decisions rest
-on the tests of `deltawire.live.release`, never on these figures.
+user who comes back in a later window, or at another gateway, counts again. So figures of users have
+an interval only within one window of one gateway: over more of them, one user's reports would look
+like those of many. Intervals of errors, latency and length are over answers, as if each were of
+another user. Decisions rest on the tests of `deltawire.live.release`, never on these figures.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -17,15 +19,23 @@ from deltawire.runtime.decision_log import DecisionLog
 from deltawire.wire.captures import GatewayState
 from deltawire.wire.decisions import HOLD_BACK
 from deltawire.wire.receipts import SERVING
-from deltawire.wire.user_windows import MeanSums, UserCounts, UserWindow, Z, coarsened, merged
+from deltawire.wire.user_windows import (
+    HOUR_S,
+    MeanSums,
+    UserCounts,
+    UserWindow,
+    Z,
+    coarsened,
+    merged,
+)
 
 MOST_POINTS = 1024
 MOST_MARKS = 256
-LEAST_USERS = 2
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean or share, with the ends of its interval of 95 %, and what it is the mean of."""
+    """A mean or share of ``count`` values, with the ends of its interval of 95 % where one holds:
+    of answers, or of users within one window of one gateway."""
 
     mean: float | None = None
     low: float | None = None
@@ -63,8 +73,10 @@ class DecisionMark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UserView(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it. ``total`` is each arm over the whole time, and ``effect`` the satisfaction of the
-    serving arm less that of users of the hold-back version."""
+    """All of it. ``total`` is each arm over the whole time. ``effect`` is the satisfaction in the
+    serving arm less that with the hold-back version, within windows in which users of both
+    reported: the mean of these differences, weighted by the users of the hold-back version in each
+    (``count`` in all). It has no interval, since users come back."""
 
     points: list[UserPoint]
     total: list[UserPoint]
@@ -79,21 +91,37 @@ def users_of(
     windows = coarsened([one for gateway in gateways for one in gateway.windows], now)
     if not windows:
         return None
-    points = [point_of(window, one) for window in windows for one in window.counts]
-    total = _total(windows)
+    gateways_at = Counter(since for one in gateways for since in {w.since for w in one.windows})
+    points = [
+        point_of(
+            one,
+            window.since,
+            window.seconds,
+            by_user=window.seconds < HOUR_S and gateways_at[window.since] == 1,
+        )
+        for window in windows
+        for one in window.counts
+    ]
+    since = windows[0].since
+    seconds = windows[-1].since + windows[-1].seconds - since
     return UserView(
         points=points[-MOST_POINTS:],
-        total=[point_of(total, one) for one in total.counts],
+        total=[point_of(one, since, seconds, by_user=False) for one in _arms_of(windows)],
         marks=[] if log is None else _marks(log, windows[0].since),
-        effect=_effect(total.counts),
+        effect=_effect(windows),
     )
 
 
-def point_of(window: UserWindow, counts: UserCounts) -> UserPoint:
-    """Returns the figures of one arm and version."""
+def point_of(counts: UserCounts, since: float, seconds: float, *, by_user: bool) -> UserPoint:
+    """Returns the figures of one arm and version; ``by_user`` says that each user counts once in
+    them, so that figures of users have an interval."""
+
+    def of_users(sums: MeanSums) -> Measured:
+        return _measured(sums) if by_user else Measured(mean=sums.mean, count=sums.count)
+
     return UserPoint(
-        since=window.since,
-        seconds=window.seconds,
+        since=since,
+        seconds=seconds,
         arm=counts.arm,
         version=counts.version if counts.version >= 0 else None,
         upstream=counts.upstream,
@@ -102,8 +130,8 @@ def point_of(window: UserWindow, counts: UserCounts) -> UserPoint:
         left=share_of(counts.left, counts.answers),
         first_s=_measured(counts.first_s),
         tokens=_measured(counts.tokens),
-        satisfaction=_measured(counts.satisfaction),
-        kinds={kind: _measured(sums) for kind, sums in sorted(counts.kinds.items())},
+        satisfaction=of_users(counts.satisfaction),
+        kinds={kind: of_users(sums) for kind, sums in sorted(counts.kinds.items())},
     )
 
 
@@ -125,27 +153,24 @@ def share_of(part: int, count: int) -> Measured:
     )
 
 
-def _total(windows: Sequence[UserWindow]) -> UserWindow:
-    """Returns all windows as one, in which an arm's versions are one."""
-    counts = [
+def _arms_of(windows: Sequence[UserWindow]) -> list[UserCounts]:
+    """Returns the counts of windows by arm, whose versions are one."""
+    return merged(
         msgspec.structs.replace(one, version=-1, upstream="")
         for window in windows
         for one in window.counts
-    ]
-    since = windows[0].since
-    seconds = min(windows[-1].since + windows[-1].seconds - since, 86_400.0)
-    return UserWindow(since=since, seconds=seconds, counts=merged(counts))
-
-
-def _effect(counts: Sequence[UserCounts]) -> Measured | None:
-    by = {one.arm: one.satisfaction for one in counts}
-    mine, theirs = by.get(SERVING, MeanSums()), by.get(HOLD_BACK, MeanSums())
-    if mine.mean is None or theirs.mean is None or mine.error is None or theirs.error is None:
-        return None
-    difference, half = mine.mean - theirs.mean, Z * math.hypot(mine.error, theirs.error)
-    return Measured(
-        mean=difference, low=difference - half, high=difference + half, count=theirs.count
     )
+
+
+def _effect(windows: Sequence[UserWindow]) -> Measured | None:
+    weighted, users = 0.0, 0
+    for window in windows:
+        by = {one.arm: one.satisfaction for one in _arms_of([window])}
+        mine, theirs = by.get(SERVING, MeanSums()), by.get(HOLD_BACK, MeanSums())
+        if mine.mean is not None and theirs.mean is not None:
+            weighted += theirs.count * (mine.mean - theirs.mean)
+            users += theirs.count
+    return Measured(mean=weighted / users, count=users) if users else None
 
 
 def _marks(log: DecisionLog, since: float) -> list[DecisionMark]:

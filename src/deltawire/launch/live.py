@@ -411,7 +411,10 @@ def decide_until_stopped(
     liveness = DeciderLiveness(releaser.bucket, releaser.log.run, by=releaser.by)
     webhook = webhook_of(options.webhook, options.webhook_secret_file, releaser.name, releaser.log)
     try:
-        return _decide(releaser, liveness, webhook, once=once, report=report)
+        state = _decide(releaser, liveness, webhook, once=once, report=report)
+        if once:
+            liveness.end()  # It looked; a timer may start the next one.
+        return state
     finally:
         if not once:
             liveness.end()

@@ -19,6 +19,8 @@ from deltawire.wire.receipts import Arm
 MOST_WINDOWS = 256
 MOST_SOURCES = 16
 MOST_BYTES = 512 << 10
+MOST_ARMS = 4
+"""Of one window: versions beyond `MOST_SOURCES` count together, in one row for each arm."""
 KINDS_AT_MOST = 16
 DAY_S, HOUR_S = 86_400.0, 3600.0
 COARSE = ((6 * HOUR_S, HOUR_S), (2 * DAY_S, DAY_S))
@@ -75,7 +77,7 @@ class MeanSums(msgspec.Struct, frozen=True, array_like=True):
 
 class UserCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One arm and version in one window. ``version`` is -1 where it is not known, such as of a
-    report that another gateway's answer got.
+    report that another gateway's answer got, and for versions that found no place of their own.
 
     ``errors`` are answers that no replica gave, ``left`` those whose client left before the end.
     ``first_s``, in seconds, and ``tokens`` are of the others. ``satisfaction`` has one value for
@@ -144,14 +146,28 @@ def fitting(windows: list[UserWindow]) -> list[UserWindow]:
 
 
 def merged(counts: Iterable[UserCounts]) -> list[UserCounts]:
-    """Adds up those of the same arm, version and upstream, of at most `MOST_SOURCES`."""
+    """Adds up those of the same arm, version and upstream. Of more than `MOST_SOURCES`, those with
+    the fewest answers and reports count together, by arm, as of an unknown version."""
+    found = _by_place(counts)
+    if len(found) <= MOST_SOURCES:
+        return found
+    known = [one for one in found if one.place != _rest(one).place]
+    known.sort(key=lambda one: one.answers + sum(one.reports.values()), reverse=True)
+    kept = {one.place for one in known[: MOST_SOURCES - MOST_ARMS]}
+    rows = _by_place(one if one.place in kept else _rest(one) for one in found)
+    return rows[:MOST_SOURCES]  # There are fewer arms.
+
+
+def _by_place(counts: Iterable[UserCounts]) -> list[UserCounts]:
     found: dict[tuple[str, int, str], UserCounts] = {}
     for one in counts:
-        if (known := found.get(one.place)) is not None:
-            found[one.place] = known.plus(one)
-        elif len(found) < MOST_SOURCES:
-            found[one.place] = one
+        known = found.get(one.place)
+        found[one.place] = one if known is None else known.plus(one)
     return list(found.values())
+
+
+def _rest(counts: UserCounts) -> UserCounts:
+    return msgspec.structs.replace(counts, version=-1, upstream="")
 
 
 def coarsened(windows: Iterable[UserWindow], now: float) -> list[UserWindow]:

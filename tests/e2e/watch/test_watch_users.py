@@ -111,7 +111,7 @@ def test_the_page_shows_whether_users_are_happier(tmp_path, monkeypatch) -> None
         ):
             assert words in problems
         table = visit.text("#users")
-        for words in ("serving", "candidate", "hold-back", "more satisfied", "decision 6: +0.12"):
+        for words in ("serving", "candidate", "hold-back", "Users by window", "decision 6: +0.12"):
             assert words in table
         legend = visit.text("#users-satisfaction .legend")
         for words in ("serving: version 4", "candidate: version 8", "hold-back: upstream openai"):

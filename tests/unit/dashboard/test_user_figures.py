@@ -20,7 +20,14 @@ from deltawire.wire.captures import Feedback, GatewayState, ServingReplica
 from deltawire.wire.decider_state import DeciderState
 from deltawire.wire.decisions import Decision, ServedVersion
 from deltawire.wire.objects import decode_json, encode_json
-from deltawire.wire.user_windows import MOST_BYTES, UserCounts, UserWindow, coarsened, fitting
+from deltawire.wire.user_windows import (
+    MOST_BYTES,
+    MeanSums,
+    UserCounts,
+    UserWindow,
+    coarsened,
+    fitting,
+)
 
 RUN = "0" * 32
 SERVING = AnswerSource("serving", 4)
@@ -132,10 +139,69 @@ def test_the_view_adds_up_gateways_and_compares_with_the_hold_back_version():
     assert [(one.arm, one.version, one.answers) for one in view.points] == [
         ("serving", 4, 80), ("hold_back", 0, 80)
     ]  # fmt: skip
-    assert view.effect.mean == pytest.approx(0.75)
-    assert view.effect.low < 0.75 < view.effect.high
+    assert (view.effect.mean, view.effect.low) == (pytest.approx(0.75), None)
+    assert view.points[0].satisfaction.low is None, "the same users may be at both gateways"
+    alone = users_of([gateway(both[0].windows())], None, 1e4)
+    assert alone.points[0].satisfaction.low < 0.75 < alone.points[0].satisfaction.high
+    assert alone.points[0].kinds["thumbs"].low is not None
     assert view.points[0].first_s.mean == pytest.approx(0.2)
     assert users_of([gateway()], None, 1e4) is None
+
+
+def of(arm, count, total, **more):
+    return UserCounts(arm=arm, satisfaction=MeanSums(count, total, total), **more)
+
+
+def test_users_who_come_back_are_not_many_users():
+    """One user reports in each of 40 windows: that says nothing of how others fare."""
+    day, now = 86_400.0, 80 * 86_400.0
+    windows = [
+        UserWindow(since=day * (40 + n), seconds=day, counts=[of("serving", 1, n % 2)])
+        for n in range(40)
+    ]
+    view = users_of([gateway(windows)], None, now)
+    (total,) = view.total
+    assert (total.satisfaction.count, total.satisfaction.low) == (40, None)
+    assert total.seconds == 40 * day
+    assert {one.satisfaction.low for one in view.points} == {None}
+
+
+def test_the_difference_to_the_hold_back_version_compares_the_same_times():
+    """Users were happier before there was a hold-back version, in both arms alike."""
+    windows = [
+        UserWindow(since=0.0, seconds=900.0, counts=[of("serving", 100, 100.0)]),
+        UserWindow(
+            since=900.0, seconds=900.0, counts=[of("serving", 100, 60.0), of("hold_back", 10, 6.0)]
+        ),
+        UserWindow(
+            since=1800.0, seconds=900.0,
+            counts=[of("serving", 10, 4.0), of("serving", 10, 4.0, version=3),
+                    of("hold_back", 30, 6.0)],
+        ),
+    ]  # fmt: skip
+    effect = users_of([gateway(windows)], None, 2700.0).effect
+    assert (effect.mean, effect.count, effect.low) == (pytest.approx(0.75 * 0.2), 40, None)
+    assert users_of([gateway(windows[:1])], None, 2700.0).effect is None
+
+
+def test_versions_beyond_the_most_of_a_day_count_together():
+    day = 86_400.0
+    windows = [
+        UserWindow(
+            since=900.0 * n, seconds=900.0,
+            counts=[UserCounts(arm=arm, version=n, answers=100 if n == 29 else 1 + n % 3)
+                    for arm in ("serving", "candidate")],
+        )
+        for n in range(30)
+    ]  # fmt: skip
+    (found,) = coarsened(windows, 3 * day)
+    assert len(found.counts) <= 16
+    for arm in ("serving", "candidate"):
+        rows = {one.version: one.answers for one in found.counts if one.arm == arm}
+        assert sum(rows.values()) == sum(w.counts[0].answers for w in windows)
+        assert rows[29] == 100
+        assert rows[-1] > 0
+    assert coarsened([found], 3 * day) == [found]
 
 
 def test_a_share_near_zero_has_an_interval():
@@ -193,6 +259,29 @@ def test_no_problems_is_not_said_with_rollbacks_a_hold_or_a_dead_decider():
     found = problems_of(Watch(bucket).poll())
     assert any(one.severity == "alarm" and "decider" in one.text for one in found)
     assert release_of(log).rollbacks == 1
+
+
+def test_a_candidate_that_a_timer_looks_at_is_no_problem():
+    bucket = published()
+    run, now = read_run(bucket), Watch(bucket).poll().at
+    log = DecisionLog(bucket, run.id)
+    for number, verdict in enumerate(("serve", "gate")):
+        candidate = ServedVersion(1, f"{1:032x}") if number else None
+        decision = Decision(
+            number=number, run=run.id, verdict=verdict, serving=ServedVersion(0, f"{0:032x}"),
+            candidate=candidate, at=now - 1200.0, by="ann",
+        )  # fmt: skip
+        assert log.append(decision)
+
+    def found(looked_at):
+        state = DeciderState(run=run.id, by="ann", at=looked_at, ended=True)
+        bucket.put(keys.LIVE_DECIDER, encode_json(state))
+        return [one.text for one in problems_of(Watch(bucket).poll()) if "undecided" in one.text]
+
+    assert found(now - 1800.0) == []
+    assert found(now - 7200.0)
+    bucket.delete(keys.LIVE_DECIDER)
+    assert any("undecided" in one.text for one in problems_of(Watch(bucket).poll()))
 
 
 def test_a_gateway_states_its_figures_and_goes_on_from_them(tmp_path, monkeypatch):

@@ -118,6 +118,7 @@ def test_the_status_shows_the_estimate_next_to_what_users_showed(bucket, capsys)
     assert live(capsys, "promote", bucket, "--version", "0")[0] == 0
     code, state = live(capsys, "decide", bucket, "--once")
     assert (code, state["state"], state["candidate"]["version"]) == (10, "canary", 2)
+    assert store.get(keys.LIVE_DECIDER, limit=1 << 16), "views know that somebody looked"
     assert state["estimate"]["snips"] == 0.5
     assert state["decisions"][-1]["evidence"]["estimate_doubly_robust"] == 0.52
     assert main(["live", "status", bucket]) == 10

@@ -88,7 +88,7 @@ WEBHOOKS_BYTES = 32 << 20
 signature can be checked."""
 REFUSED_WORDS = "the model's server refused the request"
 FAILED_WORDS = "the model's server failed"
-"""What clients get instead of words and statuses by which servers of different providers differ."""
+"""They replace words by which servers of different providers differ."""
 CLIENT_LEFT = 499
 """The status by which requests are counted whose client left before the end."""
 COUNTED = frozenset({*ANSWERS, RESPONSES, MODELS, "/v1/feedback", WEBHOOK})

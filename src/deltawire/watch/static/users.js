@@ -8,16 +8,16 @@ const COLORS = ["accent", "second", "evaluate", "train", "swap", "checkpoint", "
 const ARMS = { serving: "serving", candidate: "candidate", hold_back: "hold-back" };
 const MOST_LINES = 7;
 const FIGURES = [
-  ["satisfaction", "Satisfaction", "One value for each user who reported: the mean of its reports, from 0, the worst, to 1, the best. Bands are 95 % intervals, dashed lines are decisions.", "share", true],
-  ["errors", "Errors", "Share of answers that no server gave.", "share", true],
-  ["first_s", "Time to the first token", "Mean over answers that came to their end, in seconds.", "", false],
-  ["tokens", "Length", "Mean tokens of an answer.", "", false],
+  ["satisfaction", "Satisfaction", "One value for each user who reported in a window: the mean of its reports, from 0, the worst, to 1, the best. Windows of a quarter of an hour at one gateway have a band, the 95 % interval over users; longer ones have none, since users come back. Dashed lines are decisions.", "share", true],
+  ["errors", "Errors", "Share of answers that no server gave. Bands are 95 % intervals over answers, as if each were of another user.", "share", true],
+  ["first_s", "Time to the first token", "Mean over answers that came to their end, in seconds. Bands are as for errors.", "", false],
+  ["tokens", "Length", "Mean tokens of an answer. Bands are as for errors.", "", false],
 ];
 
 function nameOf(point) {
   const arm = ARMS[point.arm] || clean(point.arm, 20);
   if (point.upstream) return `${arm}: upstream ${clean(point.upstream, 32)}`;
-  return point.version === null ? `${arm}: version unknown` : `${arm}: version ${number(point.version)}`;
+  return point.version === null ? `${arm}: other versions` : `${arm}: version ${number(point.version)}`;
 }
 
 function linesOf(points) {
@@ -64,7 +64,7 @@ const signed = (value) => `${value > 0 ? "+" : ""}${number(value)}`;
 
 function summary(users) {
   const kinds = [...new Set(users.total.flatMap((one) => Object.keys(one.kinds)))].sort().slice(0, 16);
-  const head = ["Arm", "Answers", "Satisfaction", "Users who reported", "Errors", "First token, s", "Tokens", ...kinds];
+  const head = ["Arm", "Answers", "Satisfaction", "Users by window", "Errors", "First token, s", "Tokens", ...kinds];
   const rows = users.total.map((one) => h("tr", {}, h("th", { scope: "row" }, ARMS[one.arm] || clean(one.arm, 20)),
     [number(one.answers), interval(one.satisfaction, percent), number(one.satisfaction.count), interval(one.errors, percent), interval(one.first_s, number), interval(one.tokens, number),
       ...kinds.map((kind) => interval(one.kinds[kind], number))].map((text) => h("td", { class: "number" }, text))));
@@ -72,8 +72,8 @@ function summary(users) {
   const tested = effects.at(-1);
   return [
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head.map((name, place) => h("th", { scope: "col", class: place ? "number" : null }, clean(name, 40))))), h("tbody", {}, rows))),
-    h("p", {}, users.effect ? `Users of the serving version are ${signed(users.effect.mean)} more satisfied than those of the hold-back version (${signed(users.effect.low)} to ${signed(users.effect.high)}, ${number(users.effect.count)} users of it).` : "There is no hold-back version to compare with, or its users have not reported.",
-      tested ? ` By the tests, at decision ${number(tested.number)}: ${signed(tested.effect.mean)} (${signed(tested.effect.low)} to ${signed(tested.effect.high)}).` : ""),
+    h("p", {}, users.effect ? `Satisfaction with the serving version less that with the hold-back version, within windows in which users of both reported: ${signed(users.effect.mean)} (${number(users.effect.count)} users by window of the hold-back version).` : "There is no hold-back version to compare with, or no window in which users of both reported.",
+      tested ? ` By the tests, each user once, as of decision ${number(tested.number)}: ${signed(tested.effect.mean)} (${signed(tested.effect.low)} to ${signed(tested.effect.high)}).` : ""),
   ];
 }
 
@@ -92,10 +92,10 @@ export function usersCards() {
         shown = key + kinds;
         charts = [
           ...FIGURES.map((one) => [chartOf(one, lines), (point) => point[one[0]]]),
-          ...kinds.map((kind) => [chartOf([`kind-${kind}`, `Feedback: ${clean(kind, 40)}`, "Mean over users who sent this kind, as they sent it.", "", false], lines), (point) => point.kinds[kind]]),
+          ...kinds.map((kind) => [chartOf([`kind-${kind}`, `Feedback: ${clean(kind, 40)}`, "Mean over users who sent this kind in a window, as they sent it. Bands are as for satisfaction.", "", false], lines), (point) => point.kinds[kind]]),
         ];
       }
-      const table = card("Users", { id: "users", wide: true, caption: "How users fared by arm, over the time that gateways remember. Decisions rest on the tests of deltawire live status, not on these figures." }, summary(users));
+      const table = card("Users", { id: "users", wide: true, caption: "How users fared by arm, over the time that gateways remember. A user counts once in each window, so figures of users have no interval here; those of answers have one of 95 %, as if each were of another user. Decisions rest on the tests of deltawire live status, not on these figures." }, summary(users));
       const grid = h("div", { class: "grid" }, charts.map(([chart]) => chart.element));
       replace(element, table, grid);
       const marks = users.marks.filter((one) => one.verdict !== "gate").map((one) => ({ x: one.at, label: one.words, bad: one.verdict === "rollback" }));
