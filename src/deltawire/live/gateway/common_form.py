@@ -21,7 +21,7 @@ _FINISHED = {
 """OpenAI's word for each word that servers use; all others are ``stop``."""
 
 
-class _Choice:
+class _ShownChoice:
     """One choice of an answer, as far as it was shown: the places of its calls by the server's
     index, and which of them have a name."""
 
@@ -50,7 +50,7 @@ class CommonForm:
         self._model = model
         self._chat = chat
         self._created = int(time.time())
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _ShownChoice] = {}
 
     def whole(self, body: dict[str, Any]) -> dict[str, Any]:
         """Returns a whole answer."""
@@ -60,7 +60,7 @@ class CommonForm:
     def chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Returns the chunks that a server's chunk becomes: none if it says nothing new."""
         for place, row in _rows_of(body):
-            choice = self._choices.setdefault(place, _Choice())
+            choice = self._choices.setdefault(place, _ShownChoice())
             said = row.get("delta") if self._chat else row
             said = said if isinstance(said, dict) else {}
             text = _text_of(said)
@@ -96,7 +96,7 @@ class CommonForm:
         return {"index": place, **said, "logprobs": None, "finish_reason": finish}
 
     def _row(self, place: int, row: dict[str, Any]) -> dict[str, Any]:
-        choice = _Choice()
+        choice = _ShownChoice()
         said = row.get("message") if self._chat else row
         said = said if isinstance(said, dict) else {}
         text = _text_of(said)
@@ -109,7 +109,7 @@ class CommonForm:
         return {"index": place, **shown, "logprobs": None, "finish_reason": finish}
 
     def _call(
-        self, place: int, choice: _Choice, index: Any, call: dict[str, Any], *, chunk: bool
+        self, place: int, choice: _ShownChoice, index: Any, call: dict[str, Any], *, chunk: bool
     ) -> dict[str, Any]:
         begins = index not in choice.calls
         number = choice.calls.setdefault(index, len(choice.calls))
@@ -152,7 +152,7 @@ def _calls_of(said: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
     return [(index if isinstance(index, int) else 0, call) for index, call in rows]
 
 
-def _finish_of(reason: Any, choice: _Choice) -> str:
+def _finish_of(reason: Any, choice: _ShownChoice) -> str:
     finish = _FINISHED.get(str(reason).lower(), "stop")
     # Some servers say that a choice with calls stopped.
     return "tool_calls" if choice.calls and finish == "stop" else finish
