@@ -24,7 +24,8 @@ LISTS = {
 
 def result_of(how, method):
     if method == "initialize":
-        version = "1" if how == "another protocol" else "2025-06-18"
+        versions = {"another protocol": "1", "an older protocol": "2025-03-26"}
+        version = versions.get(how, "2025-06-18")
         offered = {} if how == "no tools" else {"tools": {}}
         return {"protocolVersion": version, "capabilities": offered}
     if method == "tools/list":
@@ -46,6 +47,8 @@ def replies(how, asked):
             yield "x" * 100_000_000
         elif how == "chatters":
             yield from itertools.repeat(json.dumps(NOISE))
+        elif how == "prints for ever":
+            yield from itertools.repeat("\n" * 10_000)
         elif how == "eats memory":
             bytearray(1 << 40)
         elif how == "a large answer":

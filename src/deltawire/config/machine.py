@@ -130,15 +130,16 @@ class MachinePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         """Returns a URL that a run names in ``setting``.
 
         Raises `InputError` unless this machine's user has named it, or one of the same scheme,
-        host and port whose path is a folder that its path lies in.
+        host and port whose path is a folder that its path lies in; and of the same query, if that
+        one has a query. The message holds neither user, password nor query.
         """
         named = [*self.urls, *filter(None, os.environ.get(URLS, "").split(","))]
         if any(_reaches(one, url) for one in named):
             return url
         raise InputError(
-            f"{setting} names {url[:400]}, which this machine does not let runs reach",
+            f"{setting} names {_shown(url)}, which this machine does not let runs reach",
             hint=f"if the run may send requests to it, set {URLS} to it for every process of the "
-            "run on this machine",
+            "run on this machine; user names and passwords in a URL are not supported",
         )
 
     def publisher_dir(self, offload: Literal["none", "disk"]) -> Path | None:
@@ -185,11 +186,27 @@ def _reaches(allowed: str, url: str) -> bool:
         same = (one.scheme, one.hostname, one.port) == (other.scheme, other.hostname, other.port)
     except ValueError:  # a port that is no number
         return False
-    segments = unquote(other.path).replace("\\", "/").split("/")
-    if not same or not other.hostname or other.username is not None or ".." in segments:
+    path, encoded = unquote(other.path), other.path
+    while path != encoded:
+        path, encoded = unquote(path), path
+    # Some servers leave out what follows a semicolon.
+    segments = [segment.partition(";")[0] for segment in path.replace("\\", "/").split("/")]
+    if not same or not other.hostname or other.username is not None:
+        return False
+    if ".." in segments or "%" in path or one.query not in ("", other.query):
         return False
     folder = one.path.rstrip("/")
     return other.path == one.path or f"{other.path}/".startswith(f"{folder}/")
+
+
+def _shown(url: str) -> str:
+    """The part of a URL that holds no secret."""
+    try:
+        parts = urlsplit(url)
+        port = "" if parts.port is None else f":{parts.port}"
+    except ValueError:
+        return "a URL that cannot be read"
+    return f"{parts.scheme}://{parts.hostname}{port}{parts.path}"[:400]
 
 
 def machine_policy() -> MachinePolicy:

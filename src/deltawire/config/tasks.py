@@ -434,7 +434,7 @@ def data_paths(section: Section) -> Iterator[str]:
 def server_urls(section: Section) -> Iterator[str]:
     """Returns the URLs of servers that a configuration, or a part of it, names."""
     for one in _sections(section):
-        if isinstance(one, TaskConfig):
+        if isinstance(one, TaskConfig) and not one.mixture:
             yield from (server.url for server in one.servers() if server.url)
             if one.environment == "openenv" and isinstance(url := one.options.get("url"), str):
                 yield from filter(None, [url])

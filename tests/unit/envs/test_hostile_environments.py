@@ -37,6 +37,7 @@ class McpCommand:
         "eats memory": "it ended (exit 1), its last words:",
         "floods": "it sent a line of more than",
         "chatters": "it sent 1000 messages and no answer",
+        "prints for ever": "it sent 1000 messages and no answer",
     }
     told: ClassVar = {"hangs": "no answer within"}
     said = (called("add", a=2, b=3), "5")
@@ -77,13 +78,16 @@ class McpHttp:
         "nobody": "it cannot be reached",
         "500 at the start": "initialize: the server answered 500",
         "redirects": "initialize: the server answered 307",
-        "an image three times": "3 calls in a row failed: the answer has no text",
+        "500 three times": "3 calls in a row failed: the server answered 500",
+        "a long session": "initialize: its session's id is longer than 4096",
     }
     told: ClassVar = {
         "a schema elsewhere": "the arguments do not fit the tool",
-        "an image": "the answer has no text",
+        "an image three times": "the answer has no text",
+        "a large answer three times": "more than 4096 bytes",
+        "empty data": "more than 4096 bytes",
+        "an older protocol": "5",
         "no content": "the server's answer has no content",
-        "a large answer": "more than 4096 bytes",
         "another's answer": "the server's answer is missing",
         "not JSON": "5",
         "deep": "5",
@@ -132,8 +136,11 @@ class McpHttp:
     async def _answer(self, request):
         from aiohttp import web
 
-        how = request.match_info["how"].replace("_", " ")
+        how = request.match_info["how"].replace("_", " ").removesuffix(" three times")
         asked = await request.json() if request.method == "POST" else {}
+        agreed = "2025-03-26" if how == "an older protocol" else "2025-06-18"
+        begun = asked.get("method") != "initialize"
+        assert request.headers.get("MCP-Protocol-Version") == (agreed if begun else None)
         if "id" not in asked or "method" not in asked:
             return web.Response(status=202)
         if how == "redirects":
@@ -145,12 +152,16 @@ class McpHttp:
             await asyncio.sleep(3600)
         if calling and how == "a page":
             return web.Response(text="hello", content_type="text/html")
-        texts = replies(how.removesuffix(" three times"), asked)
+        texts = replies(how, asked)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         if calling and how == "compresses":
             answer.headers["Content-Encoding"] = "gzip"
+        if how == "a long session":
+            answer.headers["Mcp-Session-Id"] = "x" * 5000
         await answer.prepare(request)
         try:
+            if calling and how == "empty data":
+                await answer.write(b"data:\n" * 5000)
             if calling and how == "floods a stream":
                 while True:
                     await answer.write(b": nothing\n" * 1000)

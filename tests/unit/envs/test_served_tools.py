@@ -15,7 +15,7 @@ from scripted_agent import called, play, played
 
 from deltawire.chat.messages import Message, Tool
 from deltawire.chat.text import Text
-from deltawire.config import TaskConfig
+from deltawire.config import MixtureEntry, TaskConfig
 from deltawire.config.machine import POLICY, URLS, machine_policy
 from deltawire.config.parsing import check_config
 from deltawire.config.tasks import ToolServerConfig, data_paths, server_urls
@@ -273,21 +273,37 @@ def test_contradictions_are_refused(task, message):
 
 def test_a_run_reaches_what_the_machine_names(monkeypatch, tmp_path):
     policy = tmp_path / "policy.toml"
-    policy.write_text('urls = ["https://tools.example/a", "http://127.0.0.1:8000"]')
+    policy.write_text(
+        'urls = ["https://tools.example/a", "https://q.example/a?k=1", "http://127.0.0.1:8000"]'
+    )
     monkeypatch.setenv(POLICY, str(policy))
     monkeypatch.setenv(URLS, "https://other.example/mcp")
     for url in (
         *("https://tools.example/a", "https://tools.example/a/b", "http://127.0.0.1:8000/x"),
-        "https://other.example/mcp",
+        *("https://other.example/mcp", "https://other.example/mcp?a=1", "https://q.example/a?k=1"),
+        "https://tools.example/a/%20",
     ):
         assert machine_policy().require_url(url, "task.tools") == url
     for url in (
         *("https://tools.example/ab", "http://tools.example/a", "https://tools.example:444/a"),
         *("https://tools.example/a/../b", "https://tools.example/a/%2e%2e/b", "https:///a"),
+        *("https://tools.example/a/..;/b", "https://tools.example/a/%252e%252e/b"),
+        *("https://tools.example/a/%2525252e./b", "https://tools.example/a/..%3bx/b"),
+        *("https://tools.example/a/%zz", "https://q.example/a", "https://q.example/a?k=2"),
         *("https://x@tools.example/a", "http://127.0.0.1:99999/x", "https://tools.example.a/a"),
     ):
         with pytest.raises(InputError, match="does not let runs reach"):
             machine_policy().require_url(url, "task.tools")
+
+
+@pytest.mark.parametrize("url", ["https://u:secret@h.example:1/a?t=secret", "http://[secret/"])
+def test_a_refused_url_is_told_without_its_secrets(url):
+    with pytest.raises(InputError, match="does not let runs reach") as refused:
+        machine_policy().require_url(url, "task.tools")
+    told = f"{refused.value} {refused.value.hint}"
+    assert "secret" not in told
+    assert "user names and passwords in a URL are not supported" in told
+    assert ("@" in url.partition("[")[0] and "https://h.example:1/a, " in told) or "[" in url
 
 
 def test_a_server_is_checked_before_a_run_starts(monkeypatch):
@@ -313,3 +329,6 @@ def test_the_paths_and_urls_of_servers_are_known_to_the_run():
     config = TaskConfig(tools=["mcp:u", "mcp:http://b/"], tool_servers=servers)
     assert list(data_paths(config)) == ["here", "there"]
     assert list(server_urls(config)) == ["http://a/", "http://b/"]
+    entry = MixtureEntry(name="one", task=config)
+    mixed = TaskConfig(mixture=[entry], tools=["mcp:of-no-server"])
+    assert list(server_urls(mixed)) == ["http://a/", "http://b/"]

@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 
-from deltawire.envs.mcp.faults import CallFaultError, ToolServerError
-from deltawire.envs.mcp.session import PROTOCOL
+from deltawire.envs.mcp.faults import CallFaultError, ToolServerError, UnreadableError
+from deltawire.envs.sandbox.conversation import Lines
 
 FLOOD_TIMES = 16
 """A stream of events may hold this many times the bytes of one message."""
 FAREWELL_S = 2.0
+MAX_IDENTITY = 4096
+"""The most characters of a session's id."""
 
 
 class HttpTransport:
@@ -26,6 +28,7 @@ class HttpTransport:
         self._url = url
         self._most = most
         self._identity = ""
+        self._version = ""
         self._client = aiohttp.ClientSession(
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -39,7 +42,10 @@ class HttpTransport:
             async with self._posted(message) as answer:
                 if not 200 <= answer.status < 300:
                     raise CallFaultError(f"the server answered {answer.status}")
-                self._identity = answer.headers.get("Mcp-Session-Id", self._identity)[:200]
+                self._identity = answer.headers.get("Mcp-Session-Id", self._identity)
+                if len(self._identity) > MAX_IDENTITY:
+                    self._identity = ""
+                    raise CallFaultError(f"its session's id is longer than {MAX_IDENTITY}")
                 if answer.headers.get("Content-Encoding", "identity") != "identity":
                     raise CallFaultError("the server's answer is compressed")
                 if answer.content_type == "text/event-stream":
@@ -62,6 +68,10 @@ class HttpTransport:
         except (aiohttp.ClientError, OSError) as error:
             raise ToolServerError(f"it cannot be reached: {error}") from error
 
+    def agree(self, version: str) -> None:
+        """Names the version in the requests that follow."""
+        self._version = version
+
     async def close(self) -> None:
         """Tells the server that the session is over, if it has one, and closes connections."""
         try:
@@ -81,13 +91,12 @@ class HttpTransport:
         )
 
     def _headers(self) -> dict[str, str]:
-        session = {"Mcp-Session-Id": self._identity} if self._identity else {}
+        known = {"Mcp-Session-Id": self._identity, "MCP-Protocol-Version": self._version}
         return {
             "Accept": "application/json, text/event-stream",
             "Accept-Encoding": "identity",
             "Content-Type": "application/json",
-            "MCP-Protocol-Version": PROTOCOL,
-            **session,
+            **{name: value for name, value in known.items() if value},
         }
 
     async def _pieces(self, answer: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
@@ -95,24 +104,25 @@ class HttpTransport:
         async for piece in answer.content.iter_any():
             read += len(piece)
             if read > most:
-                raise CallFaultError(f"the server's answer has more than {most} bytes")
+                raise UnreadableError(f"the server's answer has more than {most} bytes")
             yield piece
 
     async def _events(self, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         """The data of each event of a stream."""
-        waiting, data = b"", []
+        split, size = Lines(), 0
+        data: list[bytes] = []
         async for piece in self._pieces(answer, FLOOD_TIMES * self._most):
-            *lines, waiting = (waiting + piece).split(b"\n")
-            for line in lines:
+            for line in split.add(piece):
                 line = line.removesuffix(b"\r")  # noqa: PLW2901
                 if line.startswith(b"data:"):
                     data.append(line[5:].removeprefix(b" "))
-                    self._limit(sum(map(len, data)))
+                    size += len(line) + 1
+                    self._limit(size)
                 elif not line and data:
                     yield b"\n".join(data)
-                    data = []
-            self._limit(len(waiting))
+                    data, size = [], 0
+            self._limit(len(split.waiting))
 
     def _limit(self, size: int) -> None:
         if size > self._most:
-            raise CallFaultError(f"the server's answer has more than {self._most} bytes")
+            raise UnreadableError(f"the server's answer has more than {self._most} bytes")

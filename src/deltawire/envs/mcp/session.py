@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from deltawire.envs.mcp.faults import CallFaultError, ToolServerError
+from deltawire.envs.mcp.faults import CallFaultError, ToolServerError, UnreadableError
 
 PROTOCOL = "2025-06-18"
 KNOWN_PROTOCOLS = ("2024-11-05", "2025-03-26", PROTOCOL, "2025-11-25")
@@ -45,6 +45,10 @@ class Transport(Protocol):
 
     async def post(self, message: bytes) -> None:
         """Sends a message that has no answer."""
+        ...
+
+    def agree(self, version: str) -> None:
+        """Learns the version of the protocol that both sides speak."""
         ...
 
     async def close(self) -> None:
@@ -82,6 +86,7 @@ class McpSession:
         offered = answer.get("capabilities")
         if not isinstance(offered, dict) or "tools" not in offered:
             raise self._fault("it offers no tools")
+        self._transport.agree(version)
         await self._transport.post(_message("notifications/initialized"))
 
     async def list_tools(self) -> list[dict[str, Any]]:
@@ -108,12 +113,16 @@ class McpSession:
         """Calls a tool; returns its text.
 
         Raises `CallFaultError` if there is none, and `ToolServerError` for a server that is gone,
-        or did not answer `MAX_FAILED` times in a row.
+        or gave no answer, or a broken one, `MAX_FAILED` times in a row. An answer that is too long,
+        or no text, does not count: the model chose the call.
         """
         try:
             asked = {"name": tool, "arguments": arguments}
             answer = await self._request("tools/call", asked, self._call_s)
             text = _text_of(answer)
+        except UnreadableError:
+            self._failed = 0
+            raise
         except CallFaultError as fault:
             self._failed += 1
             if self._failed >= MAX_FAILED:
@@ -152,7 +161,7 @@ class McpSession:
         seen = 0
         async with aclosing(self._transport.exchange(message)) as messages:  # type: ignore[type-var]
             async for raw in messages:
-                for one in _decoded(raw):
+                for one in _decoded(raw) or ({},):  # What is no message counts as well.
                     seen += 1
                     if seen > MAX_MESSAGES:
                         raise ToolServerError(f"it sent {MAX_MESSAGES} messages and no answer")
@@ -241,6 +250,6 @@ def _text_of(result: dict[str, Any]) -> str:
     if not texts and isinstance(structured := result.get("structuredContent"), dict):
         return json.dumps(structured, ensure_ascii=False)
     if texts and not readable:
-        raise CallFaultError(f"the answer has no text: {texts[0]}")
+        raise UnreadableError(f"the answer has no text: {texts[0]}")
     said = "\n".join(texts)
     return f"error: {said}" if result.get("isError") is True else said

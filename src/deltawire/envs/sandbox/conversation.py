@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,26 @@ class LineTooLongError(Exception):
     """A line was longer than allowed. It was left out; the next one can be read."""
 
 
+class Lines:
+    """Splits pieces into lines. A byte is copied once for each piece at most, also where a line
+    comes in many pieces."""
+
+    def __init__(self) -> None:
+        self.waiting = bytearray()
+        """The start of the next line."""
+
+    def add(self, piece: bytes) -> list[bytes]:
+        """Returns the lines that a piece ends, without their ends."""
+        head, found, rest = piece.partition(b"\n")
+        self.waiting += head
+        if not found:
+            return []
+        *lines, last = rest.split(b"\n")
+        lines.insert(0, bytes(self.waiting))
+        self.waiting = bytearray(last)
+        return lines
+
+
 class Conversation:
     """A running command whose stdin and stdout are lines of this process.
 
@@ -57,7 +78,9 @@ class Conversation:
 
     def __init__(self, launcher: asyncio.subprocess.Process) -> None:
         self._launcher = launcher
-        self._kept = b""
+        self._split = Lines()
+        self._lines: deque[bytes] = deque()
+        self._dropped = 0
 
     @classmethod
     async def open(
@@ -107,25 +130,27 @@ class Conversation:
         command, and `InputError` or `RetryError` if it never started.
         """
         assert self._launcher.stdout is not None
-        dropped = 0
         while True:
-            line, found, rest = self._kept.partition(b"\n")
-            if found:
-                self._kept = rest
+            if self._lines:
+                line = self._lines.popleft()
+                dropped, self._dropped = self._dropped, 0
                 if dropped or len(line) > most:
                     raise LineTooLongError(f"a line of more than {most} bytes")
                 return line
-            if dropped + len(self._kept) > most:
-                dropped, self._kept = dropped + len(self._kept), b""
-            if dropped > FLOOD_TIMES * most:
+            waiting = self._split.waiting
+            if self._dropped + len(waiting) > most:
+                self._dropped += len(waiting)
+                waiting.clear()
+            if self._dropped > FLOOD_TIMES * most:
                 await self.close()
                 raise CommandEndedError(
-                    f"it was ended: it sent a line of more than {dropped} bytes"
+                    f"it was ended: it sent a line of more than {self._dropped} bytes"
                 )
             piece = await self._launcher.stdout.read(_PIECE)
             if not piece:
                 raise await self._ended()
-            self._kept += piece
+            self._lines.extend(self._split.add(piece))
+            await asyncio.sleep(0)  # A command that never stops writing must not stop the others.
 
     async def _ended(self) -> CommandEndedError:
         """Describes the end; raises `InputError` or `RetryError` if it never started."""
