@@ -121,7 +121,7 @@ def parse_config(raw: dict[str, Any], *, source: str, created_by: str = "") -> R
             f"{source}: rollout.summary_tokens {rollout.summary_tokens} do not fit into "
             f"rollout.context {rollout.context}"
         )
-    if found := _reference_fault(config):
+    if found := _reference_fault(config) or _tool_times_fault(config):
         raise InputError(f"{source}: {found[0]}", hint=found[1])
     if config.retain.versions and config.reference_mode != "none" and not config.reference.model:
         raise InputError(
@@ -199,6 +199,20 @@ def _tools_fault(config: RunConfig) -> tuple[str, str] | None:
             "task.tools need turns that read their answers, and rollout.max_turns is 1",
             "set rollout.max_turns to the most calls of an episode and one more",
         )
+    return None
+
+
+def _tool_times_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Refuses calls of tools that may take all of a step's time."""
+    limit = config.rollout.step_limit_s
+    tasks = [*config.task.each(), *(one.task for one in config.evaluate.sets)]
+    for server in (server for task in tasks for server in task.servers()):
+        if max(server.call_limit_s, server.start_limit_s) >= limit:
+            reason = (
+                f"the tool server {server.name} may take as long as rollout.step_limit_s, "
+                f"{limit:g} s, so that a late answer fails the episode"
+            )
+            return reason, "lower call_limit_s and start_limit_s, or raise rollout.step_limit_s"
     return None
 
 

@@ -233,6 +233,11 @@ class TaskConfig(Section, frozen=True, kw_only=True):
         names = [server.name for server in self.tool_servers]
         if len(set(names)) < len(names):
             return f"{where}.tool_servers names a server twice", "give each its own name"
+        if self.tools and self.environment == "verifiers":
+            return (
+                f"{where}.tools are for environments, and those of verifiers are harnesses",
+                "let the harness connect to the server",
+            )
         for tools in self.tools:
             kind, _, name = tools.partition(":")
             if kind != "mcp":

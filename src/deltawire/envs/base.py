@@ -15,8 +15,10 @@ failure: answer it with a message and the reward that it deserves.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,7 +36,12 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Turn",
+    "call_end",
 ]
+
+call_end: ContextVar[float] = ContextVar("call_end", default=math.inf)
+"""The time of the event loop, in seconds, at which the present call of an environment is cut off.
+"""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from deltawire.config import TaskConfig
 from deltawire.config.machine import machine_policy
 from deltawire.config.own_code import require_code
 from deltawire.envs.base import Action, Environment, Task, Turn
-from deltawire.envs.mcp.server import checker
+from deltawire.envs.mcp.server import SchemaChecks
 from deltawire.envs.scoring_process import ScoringError, ScoringTimeoutError
 from deltawire.errors import InputError
 
@@ -183,7 +183,7 @@ class OpenEnvEpisode(Environment):
                 return Turn(f"Call the tool {TOOL} once.")
             asked = dict(call.arguments)
         asked |= self._options.fixed
-        fault = await self._fault(self._action_schema(), asked)
+        fault = await self._fault("action", self._action_schema(), asked)
         answer: dict[str, Any] = {}
         if not fault:
             assert self._session is not None
@@ -205,7 +205,7 @@ class OpenEnvEpisode(Environment):
         state = answer.get("data")
         if answer.get("type") != "state" or not isinstance(state, dict):
             raise OpenEnvError("the server's state is none")
-        if fault := await self._fault(self._schemas.get("state"), state):
+        if fault := await self._fault("state", self._schemas.get("state"), state):
             raise OpenEnvError(f"the server's state does not fit its schema: {fault}")
         named = [name for name in self._options.probes if name in state]
         return {name: _number(state[name], name) for name in named}
@@ -264,7 +264,7 @@ class OpenEnvEpisode(Environment):
             raise OpenEnvError("the server's observation is none")
         schema = self._schemas.get("reset_observation") if first else None
         schema = schema or self._schemas.get("observation")
-        if fault := await self._fault(schema, observation):
+        if fault := await self._fault("observation", schema, observation):
             raise OpenEnvError(f"the server's observation does not fit its schema: {fault}")
         reward = data.get("reward")
         number = 0.0 if reward is None else _number(reward, "reward")
@@ -292,12 +292,12 @@ class OpenEnvEpisode(Environment):
                 schema["required"] = [one for one in required if one not in hidden]
         return schema
 
-    async def _fault(self, schema: Any, value: dict[str, Any]) -> str:
+    async def _fault(self, what: str, schema: Any, value: dict[str, Any]) -> str:
         """Why a value does not fit a schema; empty if it does, or if there is no schema."""
         if not isinstance(schema, dict):
             return ""
         try:
-            await checker()(schema, value)
+            await self._server.checks(what, schema, value)
         except ScoringTimeoutError:
             return "it cannot be checked"
         except ScoringError as error:
@@ -317,6 +317,7 @@ class OpenEnvServer:
         self._url = options.url.rstrip("/")
         self._schemas: Mapping[str, Any] | None = None
         self._lock = threading.Lock()
+        self.checks = SchemaChecks()
 
     async def url(self) -> str:
         """The address; starts the server if necessary. Raises `OpenEnvError` if it cannot be."""

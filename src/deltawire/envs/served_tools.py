@@ -12,6 +12,7 @@ its own tools. So a question with tools is answered by the first turn that calls
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from deltawire.envs.base import (
     TaskSource,
     TasksWithAnswers,
     Turn,
+    call_end,
 )
 from deltawire.envs.mcp.faults import CallFaultError
 from deltawire.errors import InputError
@@ -33,6 +35,10 @@ MAX_CALLS = 32
 """The most calls of one turn that are carried out."""
 MAX_QUOTED = 200
 """The most characters of the model's own text that an answer repeats."""
+
+
+CALLS_SHARE = 0.8
+"""The share of a step's time that calls of servers may take; the rest is for the environment."""
 
 
 class ToolServer(Protocol):
@@ -126,7 +132,13 @@ class ToolEpisode(Environment):
 
     async def reset(self) -> Turn:
         """Connects to the servers, and begins the episode."""
-        listed = await asyncio.gather(*(server.open() for server in self._servers))
+        opening = [asyncio.ensure_future(server.open()) for server in self._servers]
+        try:
+            listed = await asyncio.gather(*opening)
+        finally:  # `close` closes what is open by then, so nothing may open later.
+            for one in opening:
+                one.cancel()
+            await asyncio.gather(*opening, return_exceptions=True)
         turn = await self._inner.reset()
         own = tuple(self._inner.tools)
         for server, tools in zip(self._servers, listed, strict=True):
@@ -141,7 +153,9 @@ class ToolEpisode(Environment):
         """Carries out calls of the servers' tools, and passes the rest on to the environment."""
         own = {tool.name for tool in self._inner.tools}
         rest = tuple(call for call in action.calls if call.name in own)
-        said = [await self._answer(call) for call in self._served(action, own)]
+        now = asyncio.get_running_loop().time()
+        until = now + CALLS_SHARE * (call_end.get() - now)
+        said = [await self._answer(call, until) for call in self._served(action, own)]
         if len(action.calls) - len(rest) > MAX_CALLS:
             said.append(Message("user", f"Only the first {MAX_CALLS} calls were carried out."))
         if not own:
@@ -157,12 +171,20 @@ class ToolEpisode(Environment):
     def _served(self, action: Action, own: set[str]) -> list[ToolCall]:
         return [call for call in action.calls if call.name not in own][:MAX_CALLS]
 
-    async def _answer(self, call: ToolCall) -> Message:
+    async def _answer(self, call: ToolCall, until: float) -> Message:
+        clock = asyncio.timeout_at(until if math.isfinite(until) else None)
         try:
+            if asyncio.get_running_loop().time() >= until:
+                raise CallFaultError("the time of this turn is used up")
             server = self._of_tool.get(call.name)
             if server is None:
                 raise CallFaultError(f"there is no tool {call.name[:MAX_QUOTED]!r}")
-            text = await server.call(call.name, call.arguments)
+            async with clock:
+                text = await server.call(call.name, call.arguments)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            text = "error: the time of this turn is used up"
         except CallFaultError as fault:
             text = f"error: {fault}"
         return Message("tool", text, name=call.name, call=call.identity)

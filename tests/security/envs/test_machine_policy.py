@@ -1,9 +1,12 @@
 """The machine, not the bucket, decides what a run may ask of it."""
 
+import asyncio
+
 import pytest
 
 from deltawire.config import DataConfig, TaskConfig
-from deltawire.config.machine import DATA, POLICY, TRUSTED, machine_policy
+from deltawire.config.machine import DATA, POLICY, TRUSTED, Ceilings, machine_policy
+from deltawire.config.tasks import ToolServerConfig
 from deltawire.envs import open_tasks
 from deltawire.envs.workspace import WorkspaceSettings
 from deltawire.errors import InputError
@@ -122,3 +125,37 @@ def test_a_configuration_of_this_machine_gives_its_rows(tmp_path, monkeypatch):
         machine_policy().require_data(str(tmp_path / name), "task.data.path")
     with pytest.raises(InputError, match="does not give"):
         machine_policy().require_data(str(tmp_path / "c.jsonl"), "task.data.path")
+
+
+def test_the_machine_chooses_whether_servers_of_tools_start(policy):
+    pytest.importorskip("jsonschema")
+    from deltawire.envs.mcp.server import require_server
+
+    command = ToolServerConfig(name="c", command=["true"])
+    require_server(command)
+    policy('environments = ["dataset"]\nurls = ["http://127.0.0.1:1/"]')
+    with pytest.raises(InputError, match="does not run the environment 'mcp'"):
+        require_server(command)
+    require_server(ToolServerConfig(name="u", url="http://127.0.0.1:1/"))
+    policy('environments = ["dataset", "mcp"]')
+    require_server(command)
+
+
+def test_every_ceiling_holds_for_servers_of_tools(policy, monkeypatch):
+    pytest.importorskip("jsonschema")
+    from deltawire.envs.mcp import server
+
+    asked = []
+
+    async def opened(sandbox, command, files, *, limits, packages, wait_s):
+        asked.append((sandbox, limits))
+
+    monkeypatch.setattr(server.Conversation, "open", opened)
+    policy("[ceilings]\n" + "\n".join(f"{name} = 1" for name in Ceilings.__struct_fields__))
+    config = ToolServerConfig(name="c", command=["true"])
+    asyncio.run(server.McpServer(config, server.ServerParts())._transport())
+    [(sandbox, limits)] = asked
+    assert sandbox._at_once == 1
+    assert (limits.wall_s, limits.cpu_s, limits.cores, limits.processes) == (1, 1, 1, 1)
+    assert (limits.memory_bytes, limits.disk_bytes) == (1 << 20, 1 << 20)
+    assert (limits.files, limits.output_bytes) == (1, 1024)

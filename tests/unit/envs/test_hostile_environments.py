@@ -36,7 +36,6 @@ class McpCommand:
         "dies": "it ended (exit 1), its last words: out of luck",
         "eats memory": "it ended (exit 1), its last words:",
         "floods": "it sent a line of more than",
-        "chatters": "it sent 1000 messages and no answer",
         "prints for ever": "it sent 1000 messages and no answer",
     }
     told: ClassVar = {"hangs": "no answer within"}
@@ -50,8 +49,9 @@ class McpCommand:
 
     def open(self, how):
         pytest.importorskip("jsonschema")
-        from deltawire.envs.mcp.server import McpServer, files_of
+        from deltawire.envs.mcp.server import McpServer, SchemaChecks, ServerParts, files_of
 
+        self._checks = getattr(self, "_checks", None) or SchemaChecks()
         config = ToolServerConfig(
             name="hostile",
             command=["python3", "hostile_tools.py", how],
@@ -60,7 +60,9 @@ class McpCommand:
             call_limit_s=0.3 if how == "hangs" else 60.0,
             answer_kib=4,
         )
-        return ToolEpisode(Question(), [McpServer(config, files_of(config))])
+        return ToolEpisode(
+            Question(), [McpServer(config, ServerParts(files_of(config), self._checks))]
+        )
 
 
 class McpHttp:
@@ -99,7 +101,6 @@ class McpHttp:
         "500": "the server answered 500",
         "hangs": "no answer within",
         "closes": "the server's answer broke off",
-        "floods": "the server's answer has more than",
         "chatters": "the server's answer has more than",
         "floods a stream": "the server's answer has more than",
         "compresses": "the server's answer is compressed",
@@ -122,8 +123,9 @@ class McpHttp:
         await self._runner.cleanup()
 
     def open(self, how):
-        from deltawire.envs.mcp.server import McpServer
+        from deltawire.envs.mcp.server import McpServer, SchemaChecks, ServerParts
 
+        self._checks = getattr(self, "_checks", None) or SchemaChecks()
         port = 9 if how == "nobody" else self._port
         config = ToolServerConfig(
             name="hostile",
@@ -131,7 +133,7 @@ class McpHttp:
             call_limit_s=0.5 if how == "hangs" else 60.0,
             answer_kib=32 if how == "too many tools" else 4,
         )
-        return ToolEpisode(Question(), [McpServer(config, {})])
+        return ToolEpisode(Question(), [McpServer(config, ServerParts(checks=self._checks))])
 
     async def _answer(self, request):
         from aiohttp import web

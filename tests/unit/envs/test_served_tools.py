@@ -20,11 +20,16 @@ from deltawire.config.machine import POLICY, URLS, machine_policy
 from deltawire.config.parsing import check_config
 from deltawire.config.tasks import ToolServerConfig, data_paths, server_urls
 from deltawire.envs import Environment, Turn, open_tasks
+from deltawire.envs.mcp.faults import ToolServerError
 from deltawire.envs.registry import require_tasks
+from deltawire.envs.scoring_process import ScoringTimeoutError
 from deltawire.envs.served_tools import MAX_CALLS, ToolEpisode
 from deltawire.errors import InputError
 
 pytest.importorskip("jsonschema")
+import deltawire.envs.mcp.server as server_module
+from deltawire.envs.mcp.server import SchemaChecks, files_of, open_server
+
 EXAMPLE = Path(__file__).parents[3] / "examples/mcp_tools"
 REAL = '''
 import sys
@@ -133,6 +138,7 @@ def _packages():
     return str(Path(mcp.__file__).resolve().parents[3])
 
 
+@pytest.mark.drills
 def test_the_package_mcp_serves_tools_in_the_sandbox(tmp_path, byte_tokenizer):
     (tmp_path / "real.py").write_text(REAL)
     server = calculator(path=str(tmp_path / "real.py"), packages=_packages())
@@ -152,6 +158,7 @@ def test_the_package_mcp_serves_tools_in_the_sandbox(tmp_path, byte_tokenizer):
     assert "'x' is not of type 'integer'" in text
 
 
+@pytest.mark.drills
 def test_the_package_mcp_serves_tools_over_http(tmp_path, byte_tokenizer, monkeypatch):
     (tmp_path / "real.py").write_text(REAL)
     port = _free_port()
@@ -244,6 +251,142 @@ def test_two_tools_of_one_name_fail_the_episode_and_close_every_server(byte_toke
     assert [server.closed for server in servers] == [1, 1]
 
 
+class Waiting(Counting):
+    """Opens never, and notes what ended it before it was closed."""
+
+    cancelled = False
+
+    async def open(self):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled = not self.closed
+            raise
+
+
+class Broken(Counting):
+    """Does not open."""
+
+    async def open(self):
+        await asyncio.sleep(0)
+        raise RuntimeError("no luck")
+
+
+def test_no_server_opens_after_another_has_failed(byte_tokenizer):
+    servers = [Waiting("count"), Broken("shout"), Counting("add")]
+    episode, _ = play(ToolEpisode(Shouting(), servers), byte_tokenizer, "end")
+    assert "no luck" in episode.cause
+    assert servers[0].cancelled
+    assert [server.closed for server in servers] == [1, 1, 1]
+
+
+class Slow(Counting):
+    """Never answers."""
+
+    async def call(self, name, arguments):
+        await asyncio.Event().wait()
+
+
+def test_calls_end_before_the_time_of_their_step(byte_tokenizer):
+    said = [called("count") + called("count"), called("shout"), "end"]
+    episode, text = play(ToolEpisode(Shouting(), [Slow("count")]), byte_tokenizer, *said, step_s=1)
+    assert episode.cause == ""
+    assert text.count("the time of this turn is used up") == 2
+    assert "SHOUT" in text
+
+
+def test_a_machine_bounds_the_servers_that_run_at_once(tmp_path, monkeypatch):
+    (tmp_path / "policy.toml").write_text("[ceilings]\nat_once = 1")
+    monkeypatch.setenv(POLICY, str(tmp_path / "policy.toml"))
+
+    async def opened():
+        make = open_server(ToolServerConfig(**calculator()))
+        hasty = open_server(ToolServerConfig(**calculator(start_limit_s=0.1)))()
+        first, second = make(), make()
+        await first.open()
+        with pytest.raises(ToolServerError, match="next to at most 1 commands"):
+            await hasty.open()
+        waiting = asyncio.create_task(second.open())
+        await asyncio.sleep(0)
+        await first.close()
+        await first.close()
+        tools = await waiting
+        await second.close()
+        return tools
+
+    assert len(asyncio.run(opened())) == 3
+
+
+def test_a_schema_without_end_stops_the_checks_of_its_own_tool_only():
+    """The pattern takes a time that doubles with each character."""
+    hostile = {"properties": {"a": {"pattern": "^(a+)+$"}}}
+
+    async def checked():
+        checks = SchemaChecks()
+        checks._process._limit_s = 0.2
+        with pytest.raises(ScoringTimeoutError, match="took longer"):
+            await checks("add", hostile, {"a": "a" * 50 + "!"})
+        with pytest.raises(ScoringTimeoutError, match="an earlier check"):
+            await checks("add", {}, {})
+        checks._process._limit_s = 60
+        await checks("multiply", {}, {})
+
+    asyncio.run(checked())
+    one, other = (open_server(ToolServerConfig(**calculator())) for _ in range(2))
+    assert one()._parts.checks is one()._parts.checks
+    assert one()._parts.checks is not other()._parts.checks
+
+
+def test_a_check_does_not_wait_for_others_without_end(monkeypatch):
+    monkeypatch.setattr(server_module, "WAIT_S", 0.01)
+
+    async def checked():
+        checks = SchemaChecks()
+        release = asyncio.Event()
+
+        async def process(schema, value):
+            await release.wait()
+
+        checks._process = process
+        first = asyncio.create_task(checks("add", {}, {}))
+        await asyncio.sleep(0)
+        with pytest.raises(ScoringTimeoutError, match="other checks"):
+            await checks("add", {}, {})
+        release.set()
+        await first
+        await checks("add", {}, {})
+
+    asyncio.run(checked())
+
+
+@pytest.mark.parametrize("odd", ["link", "folder", "name", "many", "pipe"])
+def test_files_that_a_sandbox_does_not_take_are_refused(tmp_path, monkeypatch, odd):
+    policy = tmp_path / "policy.toml"
+    policy.write_text("[ceilings]\nfiles = 3")
+    monkeypatch.setenv(POLICY, str(policy))
+    root = tmp_path / "server"
+    (root / "__pycache__").mkdir(parents=True)
+    (root / "__pycache__" / "a\nb").touch()
+    for name in "abc":
+        (root / name).touch()
+    config = ToolServerConfig(name="c", command=["true"], path=str(root))
+    assert sorted(files_of(config)) == ["a", "b", "c"]
+    (root / "c").unlink()
+    if odd == "link":
+        (root / "l").symlink_to(policy)
+    elif odd == "folder":
+        (root / "l").symlink_to(tmp_path)
+    elif odd == "name":
+        (root / "a\nb").touch()
+    elif odd == "many":
+        (root / "c").touch()
+        (root / "d").touch()
+    else:
+        os.mkfifo(root / "p")
+    with pytest.raises(InputError, match="holds"):
+        files_of(config)
+
+
 def test_text_of_a_tool_never_becomes_a_special_token(byte_tokenizer):
     template = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
     eos = byte_tokenizer.decode([256])
@@ -262,6 +405,15 @@ def test_text_of_a_tool_never_becomes_a_special_token(byte_tokenizer):
         ({"tools": ["mcp:none"]}, "names none, which"),
         ({"tools": ["rpc:c"], "tool_servers": [calculator()]}, "no kind 'rpc'"),
         ({"tool_servers": [calculator(), calculator()]}, "names a server twice"),
+        (
+            {"tools": ["mcp:c"], "tool_servers": [calculator(call_limit_s=120)]},
+            "as long as rollout.step_limit_s",
+        ),
+        (
+            {"tools": ["mcp:c"], "tool_servers": [calculator(start_limit_s=120)]},
+            "as long as rollout.step_limit_s",
+        ),
+        ({"tools": ["mcp:http://a/"], "environment": "verifiers"}, "are harnesses"),
         ({"tool_servers": [{"name": "c"}]}, "either command or url"),
         ({"tool_servers": [{"name": "c", "url": "http://a/", "path": "x"}]}, "are for a command"),
     ],

@@ -5,7 +5,7 @@ class CallFaultError(Exception):
     """One call failed; the message is for the model, and the episode goes on."""
 
 
-class UnreadableError(CallFaultError):
+class UnreadableAnswerError(CallFaultError):
     """The server answered, with something that the model cannot read: an image, or too much."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 
-from deltawire.envs.mcp.faults import CallFaultError, ToolServerError, UnreadableError
+from deltawire.envs.mcp.faults import CallFaultError, ToolServerError, UnreadableAnswerError
 from deltawire.envs.sandbox.conversation import Lines
 
 FLOOD_TIMES = 16
@@ -104,7 +104,7 @@ class HttpTransport:
         async for piece in answer.content.iter_any():
             read += len(piece)
             if read > most:
-                raise UnreadableError(f"the server's answer has more than {most} bytes")
+                raise UnreadableAnswerError(f"the server's answer has more than {most} bytes")
             yield piece
 
     async def _events(self, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -125,4 +125,4 @@ class HttpTransport:
 
     def _limit(self, size: int) -> None:
         if size > self._most:
-            raise UnreadableError(f"the server's answer has more than {self._most} bytes")
+            raise UnreadableAnswerError(f"the server's answer has more than {self._most} bytes")

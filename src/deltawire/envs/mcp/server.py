@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from deltawire.chat.messages import Tool
-from deltawire.config.machine import machine_policy
+from deltawire.config.machine import MachinePolicy, machine_policy
 from deltawire.config.tasks import ToolServerConfig
 from deltawire.envs.mcp.faults import CallFaultError, ToolServerError
 from deltawire.envs.mcp.session import McpSession, Transport, packed_arguments
@@ -22,9 +25,55 @@ from deltawire.errors import InputError
 
 CHECK_S = 5.0
 """Seconds for the check of one call's arguments."""
+WAIT_S = 30.0
+"""Seconds that a check waits for the others of its server."""
 DISK_BYTES = 64 << 20
 """The most bytes of the files that a server gets, and of those that it writes."""
 _NAME = re.compile(r"^[A-Za-z0-9_.-]{1,64}\Z")
+
+
+class SchemaChecks:
+    """Checks values against the schemas of one server (`deltawire.envs.mcp.arguments`).
+
+    A schema may take forever. So each server's are checked in a process of their own, one at a
+    time, and a tool whose check did not end in time is refused from then on.
+    """
+
+    def __init__(self) -> None:
+        self._process = ScoringProcess("deltawire.envs.mcp.arguments:check", limit_s=CHECK_S)
+        self._refused: set[str] = set()
+        # Waiting here, and not for the process's lock, leaves threads to the checks of others.
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
+        self._turns = WeakKeyDictionary()
+
+    async def __call__(self, tool: str, schema: Any, value: Mapping[str, Any] | None) -> None:
+        """Checks a value, or without one the schema of ``tool`` itself.
+
+        Raises `ScoringError` with what is wrong, and `ScoringTimeoutError`.
+        """
+        turn = self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await turn.acquire()
+        except TimeoutError as error:
+            raise ScoringTimeoutError(f"other checks took longer than {WAIT_S:g} s") from error
+        try:
+            if tool in self._refused:
+                raise ScoringTimeoutError("an earlier check took too long")
+            await self._process(schema, value)
+        except ScoringTimeoutError:
+            self._refused.add(tool)
+            raise
+        finally:
+            turn.release()
+
+
+@dataclass(frozen=True)
+class ServerParts:
+    """The files of a command, and the checks: the episodes of one configuration share both."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    checks: SchemaChecks = field(default_factory=SchemaChecks)
 
 
 class McpServer:
@@ -32,15 +81,15 @@ class McpServer:
 
     Example::
 
-        server = McpServer(config, files_of(config))
+        server = McpServer(config, ServerParts(files_of(config)))
         tools = await server.open()
         text = await server.call("add", {"a": 1, "b": 2})
         await server.close()
     """
 
-    def __init__(self, config: ToolServerConfig, files: Mapping[str, bytes]) -> None:
+    def __init__(self, config: ToolServerConfig, parts: ServerParts) -> None:
         self._config = config
-        self._files = files
+        self._parts = parts
         self._session: McpSession | None = None
         self._tools: dict[str, Tool] = {}
         self._calls = 0
@@ -65,7 +114,7 @@ class McpServer:
             raise self._fault(f"it has no tool {missing[0]}")
         for tool in found:
             try:
-                await checker()(tool.parameters, None)
+                await self._parts.checks(tool.name, tool.parameters, None)
             except (ScoringError, ScoringTimeoutError) as error:
                 raise self._fault(f"its tool {tool.name} has no valid schema: {error}") from error
         return found
@@ -80,7 +129,7 @@ class McpServer:
             raise CallFaultError(f"the {self._config.calls} calls of this server are used up")
         given = packed_arguments(arguments)
         try:
-            await checker()(self._tools[name].parameters, given)
+            await self._parts.checks(name, self._tools[name].parameters, given)
         except ScoringTimeoutError as error:
             raise CallFaultError("the arguments cannot be checked") from error
         except ScoringError as error:
@@ -102,21 +151,21 @@ class McpServer:
             from deltawire.envs.mcp.http import HttpTransport
 
             return HttpTransport(policy.require_url(config.url, "task.tool_servers.url"), most=most)
-        limits = CommandLimits(
-            wall_s=policy.at_most("wall_s", config.limit_s),
-            cpu_s=policy.at_most("cpu_s", config.cpu_s),
-            memory_bytes=int(policy.at_most("memory_mib", config.memory_mib)) << 20,
-            processes=int(policy.at_most("processes", config.processes)),
-            disk_bytes=DISK_BYTES,
-        )
         packages = Path(config.packages) if config.packages else None
-        talk = await Conversation.open(
-            _sandbox(config.isolation),
-            config.command,
-            self._files,
-            limits=limits,
-            packages=packages,
-        )
+        try:
+            talk = await Conversation.open(
+                _sandbox(config.isolation, policy.ceilings.at_once),
+                config.command,
+                self._parts.files,
+                limits=_limits(config, policy),
+                packages=packages,
+                wait_s=config.start_limit_s,
+            )
+        except TimeoutError as error:
+            raise self._fault(
+                f"no place within {config.start_limit_s:g} s next to at most "
+                f"{policy.ceilings.at_once} commands (at_once of the machine's ceilings)"
+            ) from error
         return StdioTransport(talk, most=most)
 
     def _tool(self, described: dict[str, Any]) -> Tool:
@@ -138,6 +187,8 @@ def require_server(config: ToolServerConfig) -> None:
     policy = machine_policy()
     if config.url:
         policy.require_url(config.url, "task.tool_servers.url")
+    else:
+        policy.require_environment("mcp")  # A machine that runs no commands leaves it out.
     policy.require_isolation(config.isolation)
     for name in ("path", "packages"):
         if path := getattr(config, name):
@@ -155,24 +206,32 @@ def require_server(config: ToolServerConfig) -> None:
 def files_of(config: ToolServerConfig) -> dict[str, bytes]:
     """Reads the files of a command, once for all episodes.
 
-    Raises `InputError` if they cannot be read, have names that the sandbox does not take, or are
-    more than `DISK_BYTES`.
+    Raises `InputError` for files that the sandbox does not take: links, odd names, and more files
+    or bytes than the command may have. Caches of compiled Python are left out.
     """
     require_server(config)
     if not config.path:
         return {}
-    root = Path(config.path)
-    paths = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+    root, limits = Path(config.path), _limits(config, machine_policy())
+    paths = [root] if root.is_file() else root.rglob("*")
     found: dict[str, bytes] = {}
     size = 0
     for path in paths:
         name = path.name if path == root else path.relative_to(root).as_posix()
-        if path.is_symlink() or "__pycache__" in name or not valid_path(name):
+        if "__pycache__" in name.split("/"):
+            continue
+        if path.is_symlink() or not valid_path(name):
+            raise InputError(
+                f"task.tool_servers.path {root} holds {name[:200]!r}: a link, or no plain name",
+                hint="name a folder with the server's files only",
+            )
+        if path.is_dir():
             continue
         size += path.stat().st_size
-        if size > DISK_BYTES:
+        if size > limits.disk_bytes or len(found) == limits.files or not path.is_file():
             raise InputError(
-                f"task.tool_servers.path {root} holds more than {DISK_BYTES >> 20} MiB",
+                f"task.tool_servers.path {root} holds more than {limits.files} files or "
+                f"{limits.disk_bytes >> 20} MiB, or what is no file",
                 hint="name a folder with the server's files only",
             )
         found[name] = path.read_bytes()
@@ -183,16 +242,24 @@ def files_of(config: ToolServerConfig) -> dict[str, bytes]:
 
 def open_server(config: ToolServerConfig) -> Callable[[], McpServer]:
     """Returns a function that makes the server of one episode; raises like `files_of`."""
-    return partial(McpServer, config, files_of(config))
+    return partial(McpServer, config, ServerParts(files_of(config)))
+
+
+def _limits(config: ToolServerConfig, policy: MachinePolicy) -> CommandLimits:
+    """The limits of a command: the configuration's, within the machine's ceilings."""
+    usual = CommandLimits()
+    return CommandLimits(
+        wall_s=policy.at_most("wall_s", config.limit_s),
+        cpu_s=policy.at_most("cpu_s", config.cpu_s),
+        cores=int(policy.at_most("cores", usual.cores)),
+        memory_bytes=int(policy.at_most("memory_mib", config.memory_mib)) << 20,
+        processes=int(policy.at_most("processes", config.processes)),
+        disk_bytes=int(policy.at_most("disk_mib", DISK_BYTES >> 20)) << 20,
+        files=int(policy.at_most("files", usual.files)),
+        output_bytes=int(policy.at_most("output_kib", usual.output_bytes >> 10)) << 10,
+    )
 
 
 @cache
-def checker() -> ScoringProcess:
-    """The process that checks values against schemas (`deltawire.envs.mcp.arguments`); one for all
-    servers."""
-    return ScoringProcess("deltawire.envs.mcp.arguments:check", limit_s=CHECK_S)
-
-
-@cache
-def _sandbox(isolation: Isolation) -> Sandbox:
-    return Sandbox(isolation=isolation)
+def _sandbox(isolation: Isolation, at_once: int) -> Sandbox:
+    return Sandbox(isolation=isolation, at_once=at_once)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from deltawire.envs.mcp.faults import CallFaultError, ToolServerError, UnreadableError
+from deltawire.envs.mcp.faults import CallFaultError, ToolServerError, UnreadableAnswerError
 
 PROTOCOL = "2025-06-18"
 KNOWN_PROTOCOLS = ("2024-11-05", "2025-03-26", PROTOCOL, "2025-11-25")
@@ -120,7 +120,7 @@ class McpSession:
             asked = {"name": tool, "arguments": arguments}
             answer = await self._request("tools/call", asked, self._call_s)
             text = _text_of(answer)
-        except UnreadableError:
+        except UnreadableAnswerError:
             self._failed = 0
             raise
         except CallFaultError as fault:
@@ -161,7 +161,7 @@ class McpSession:
         seen = 0
         async with aclosing(self._transport.exchange(message)) as messages:  # type: ignore[type-var]
             async for raw in messages:
-                for one in _decoded(raw) or ({},):  # What is no message counts as well.
+                for one in _decoded(raw) or ({},):  # Other lines count as well.
                     seen += 1
                     if seen > MAX_MESSAGES:
                         raise ToolServerError(f"it sent {MAX_MESSAGES} messages and no answer")
@@ -250,6 +250,6 @@ def _text_of(result: dict[str, Any]) -> str:
     if not texts and isinstance(structured := result.get("structuredContent"), dict):
         return json.dumps(structured, ensure_ascii=False)
     if texts and not readable:
-        raise UnreadableError(f"the answer has no text: {texts[0]}")
+        raise UnreadableAnswerError(f"the answer has no text: {texts[0]}")
     said = "\n".join(texts)
     return f"error: {said}" if result.get("isError") is True else said

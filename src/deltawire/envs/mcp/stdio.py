@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from deltawire.envs.mcp.faults import ToolServerError, UnreadableError
+from deltawire.envs.mcp.faults import ToolServerError, UnreadableAnswerError
 from deltawire.envs.sandbox.conversation import (
     CommandEndedError,
     Conversation,
@@ -28,7 +28,7 @@ class StdioTransport:
                 yield await self._talk.read(most=self._most)
             except LineTooLongError as error:
                 # It is the answer: a server that is asked one thing at a time says little else.
-                raise UnreadableError(
+                raise UnreadableAnswerError(
                     f"the server's answer has more than {self._most} bytes"
                 ) from error
             except CommandEndedError as error:

@@ -138,10 +138,13 @@ class Sandbox:
         limits = limits or CommandLimits()
         check_files(files, limits)
         words = ("/bin/sh", "-c", command) if isinstance(command, str) else tuple(command)
-        loop = asyncio.get_running_loop()
-        turns = self._turns.setdefault(loop, asyncio.Semaphore(self._at_once))
-        async with turns:
+        async with self.turns():
             return await self._launch(words, files, limits, dict(environment or {}))
+
+    def turns(self) -> asyncio.Semaphore:
+        """Returns the semaphore that each command of this event loop holds while it runs."""
+        loop = asyncio.get_running_loop()
+        return self._turns.setdefault(loop, asyncio.Semaphore(self._at_once))
 
     def request(
         self, command: tuple[str, ...], limits: CommandLimits, environment: dict[str, str]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,8 @@ FLOOD_TIMES = 16
 LAST_CHARACTERS = 300
 FAREWELL_S = 2.0
 """Seconds that a command may still take after its stdin was closed."""
+LAST_WORDS_S = 30.0
+"""Seconds for the launcher to tell how a command ended that has closed its stdout."""
 _PIECE = 1 << 16
 
 
@@ -76,8 +78,11 @@ class Conversation:
         await talk.close()
     """
 
-    def __init__(self, launcher: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, launcher: asyncio.subprocess.Process, ended: Callable[[], None] = lambda: None
+    ) -> None:
         self._launcher = launcher
+        self._release = ended
         self._split = Lines()
         self._lines: deque[bytes] = deque()
         self._dropped = 0
@@ -92,9 +97,11 @@ class Conversation:
         limits: CommandLimits,
         packages: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        wait_s: float | None = None,
     ) -> Conversation:
         """Starts a command. Raises `InputError` for files that do not fit the limits; a command
-        that cannot be started is seen at the first `read`."""
+        that cannot be started is seen at the first `read`. While the sandbox runs as many
+        commands as it may, waits at most ``wait_s`` seconds; then raises `TimeoutError`."""
         check_files(files, limits)
         given = dict(environment or {})
         shown: tuple[str, ...] = ()
@@ -105,8 +112,15 @@ class Conversation:
         request = replace(
             sandbox.request(tuple(command), limits, given), shown=shown, interactive=True
         )
-        launcher = await start_launcher()
-        talk = cls(launcher)
+        turns = sandbox.turns()
+        async with asyncio.timeout(wait_s):
+            await turns.acquire()
+        try:
+            launcher = await start_launcher()
+        except BaseException:
+            turns.release()
+            raise
+        talk = cls(launcher, turns.release)
         try:
             await talk.write(pack_request(request, files), end=b"")
         except BaseException:
@@ -157,7 +171,7 @@ class Conversation:
         assert self._launcher.stderr is not None
         told = b""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(LAST_WORDS_S):
                 while len(told) < MAX_HEADER_BYTES and (
                     piece := await self._launcher.stderr.read(_PIECE)
                 ):
@@ -180,6 +194,8 @@ class Conversation:
         finally:
             # Kills the launcher if it is still there, and closes pipes that nobody will read.
             launcher._transport.close()  # type: ignore[attr-defined]
+            release, self._release = self._release, lambda: None
+            release()
         await launcher.wait()
 
 

@@ -224,8 +224,10 @@ class Usage:
 class Running:
     """A running command, and its pipes."""
 
-    def __init__(self, request: Request, folder: Path, proc: Path | None) -> None:
+    def __init__(self, request: Request, folder: Path, proc: Path | None, worker: int) -> None:
         self.request = request
+        self.worker = worker
+        self.stopped = False
         self.usage = Usage(proc, request.limits.cores) if proc is not None else None
         self.output, printing = os.pipe()
         self.reports, reporting = os.pipe()
@@ -234,15 +236,15 @@ class Running:
         if self.first == 0:
             os.close(self.output)
             os.close(self.reports)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             _be_first(request, folder, printing, reporting)
         os.close(printing)
         os.close(reporting)
-        self.worker = os.getppid()
-        self.stopped = False
         if request.interactive:  # Only the command holds them from here on.
             os.close(0)
             os.close(1)
             signal.signal(signal.SIGTERM, self._stop)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _stop(self, *_: object) -> None:
         self.stopped = True
@@ -250,6 +252,8 @@ class Running:
 
     def end(self) -> None:
         """Ends the command and all its processes."""
+        if not self.first:
+            return  # It was waited for, and its number may be another's by now.
         for kill in (os.killpg, os.kill) if self.usage is None else (os.kill,):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.first, signal.SIGKILL)
@@ -284,6 +288,7 @@ class Running:
             over = over or bool(cause)
         self.end()
         os.waitpid(self.first, 0)
+        self.first = 0
         seconds = time.monotonic() - self.started
         self._drain(output)
         return _result(report, cause, seconds, output.total), output
@@ -388,21 +393,23 @@ def _become(request: Request, reporting: int) -> None:
     os._exit(126)
 
 
-def serve(request: Request, files: list[tuple[str, bytes]]) -> bytes:
-    """Runs one command; returns the frame of its result."""
+def serve(request: Request, files: list[tuple[str, bytes]], worker: int) -> bytes:
+    """Runs one command; returns the frame of its result. ``worker`` is the parent's number."""
     scratch: Path | None = None
+    if request.interactive:  # Until `Running` handles it, so that it cannot leave a command behind.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         if request.isolation == "namespaces":
             namespaces.enter(user_namespace=request.user_namespace)
             writable = Path(namespaces.build(request))
             folder, proc = writable / "workspace", Path(namespaces.BASE, "proc")
             write_files(folder, files, request.uid)
-            running = Running(request, writable, proc)
+            running = Running(request, writable, proc, worker)
         else:
             scratch = Path(tempfile.mkdtemp(prefix="deltawire-workspace-"))
             folder = scratch
             write_files(folder, files, None)
-            running = Running(request, folder, None)
+            running = Running(request, folder, None, worker)
         result, output = running.watch()
         if result.cause == CANCELLED and not request.interactive:
             return b""  # The worker no longer reads.
@@ -429,10 +436,11 @@ def _frame(result: Result, output: bytes, files: list[tuple[str, bytes]]) -> byt
 
 def main() -> None:
     """One request from stdin, one result to stdout."""
+    worker = os.getppid()  # First of all: it names another once the worker is dead.
     header = read_header(read_exactly)
     files = [(str(path), read_exactly(int(size))) for path, size in header["files"]]
     request = request_of(header)
-    answer = memoryview(serve(request, files))
+    answer = memoryview(serve(request, files, worker))
     while answer:
         answer = answer[os.write(2 if request.interactive else 1, answer) :]
     sys.exit(0)

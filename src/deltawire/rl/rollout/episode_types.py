@@ -16,7 +16,7 @@ from deltawire.chat.thinking import drawn_budget
 from deltawire.config import OnFull, RolloutConfig, ThinkingConfig
 from deltawire.config.scaffold import NO_SCAFFOLD, turn_limit
 from deltawire.engines.base import EVERYTHING, Truncation
-from deltawire.envs.base import Task
+from deltawire.envs.base import Task, call_end
 from deltawire.estimates import BudgetSetting
 from deltawire.rl.rollout.exits import catch_exits
 from deltawire.wire.rollouts import MAX_NAME, MAX_PROBES, MAX_TASK, Group, Reuse, Trajectory
@@ -182,6 +182,7 @@ async def within(what: str, call: Callable[[], Awaitable[T]], seconds: float) ->
 
     async def calling() -> T:
         catch_exits()
+        call_end.set(asyncio.get_running_loop().time() + seconds)
         try:
             return await call()
         except SystemExit as error:  # The event loop would let it end the whole worker.
