@@ -29,6 +29,7 @@ from deltawire.launch.server_logs import configure_logs
 from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, read_token
 from deltawire.launch.upstreams import UpstreamPlace, read_upstreams
 from deltawire.live.capture.consent import ConsentRule, read_users
+from deltawire.live.capture.names import name_in
 from deltawire.live.capture.redaction import Redaction, load_redact
 from deltawire.live.deployment_secret import DeploymentSecret
 from deltawire.live.erasure.coverage import uncovered_gateways
@@ -36,7 +37,7 @@ from deltawire.live.feedback.client import RECEIPT_HEADER
 from deltawire.live.feedback.limits import FeedbackLimits
 from deltawire.live.gateway.answer_ids import ANSWER_HEADER
 from deltawire.live.gateway.app import LiveCalls
-from deltawire.live.gateway.recorder import Recorder, RecorderOptions, name_in
+from deltawire.live.gateway.recorder import Recorder, RecorderOptions
 from deltawire.private_files import open_private, private_folder
 from deltawire.runtime.highest_version import state_folder
 from deltawire.runtime.needs import config_of
@@ -316,7 +317,7 @@ class _TokenFiles:
         self._tokens = tokens
         self._next_at = time.monotonic() + TOKENS_EVERY_S
         self._seen: list[str] = []
-        self._fault = ""
+        self._fault = self._listed_fault = ""
 
     def poll(self) -> None:
         """Takes the tokens that the files hold now, once a second read finds the same: a file may
@@ -350,10 +351,11 @@ class _TokenFiles:
         try:
             found = read_clients(self._listed)
         except InputError as error:
-            if error.message != self._fault:
+            if error.message != self._listed_fault:
                 _LOG.error("the clients before stay in use: %s", error)
-            self._fault = error.message
+            self._listed_fault = error.message
             return
+        self._listed_fault = ""
         if found != self._clients.limits and found == self._listed_seen:
             self._clients.replace(found)
             _LOG.info("the list of clients was replaced")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,9 @@ from urllib.parse import urlsplit
 
 from deltawire.errors import InputError
 from deltawire.launch.tokens import read_token
+from deltawire.runtime.children import UPSTREAM_KEY as KEY_VARIABLE
 from deltawire.wire.decisions import ServedVersion
 
-KEY_VARIABLE = "DELTAWIRE_UPSTREAM_KEY_"
-"""Before an upstream's name in capital letters, with ``_`` for ``-``: holds its key."""
 MOST_UPSTREAMS = 16
 MOST_MODEL = 256
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}\Z")
@@ -69,7 +69,18 @@ def _place(
             hint=f"give --upstream-model {name}=MODEL",
         )
     key = read_token(files.get(name, ""), variable)
+    if key and parts.scheme == "http" and not _is_loopback(parts.hostname):
+        raise InputError(
+            f"--upstream {name}: its key would be sent in clear text", hint="give an https:// URL"
+        )
     return UpstreamPlace(name, url, models[name], key)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _named(option: str, values: Sequence[str]) -> dict[str, str]:

@@ -30,6 +30,11 @@ batch to batch.
 """
 
 
+UPSTREAM_KEY = "DELTAWIRE_UPSTREAM_KEY_"
+"""Before an upstream's name in capital letters, with ``_`` for ``-``: the variable that holds its
+key. No child gets one."""
+
+
 class ChildProcess(Protocol):
     """A process that a launcher started."""
 
@@ -77,6 +82,7 @@ class LocalChild:
     """A child process on this machine, in a new session."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
+        given = {n: v for n, v in os.environ.items() if not n.startswith(UPSTREAM_KEY)}
         with log.open("ab") as output:
             self._process = subprocess.Popen(  # noqa: S603  (our own interpreter and module)
                 command,
@@ -84,7 +90,7 @@ class LocalChild:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**HEAP, **os.environ, **ENVIRONMENT},
+                env={**HEAP, **given, **ENVIRONMENT},
             )
         self._memory = MemoryWatch(self._process.pid)
 

@@ -14,6 +14,7 @@ Limits are those of one gateway: behind a balancer over n gateways a client has 
 from __future__ import annotations
 
 import hashlib
+import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -152,8 +153,9 @@ class ClientKeys:
 
     def _take(self, name: str, limits: ClientLimits) -> _Use:
         now, rate = self.clock(), limits.requests_per_minute
-        use = self._uses.setdefault(name, _Use(float(rate), now, now))
-        use.allowance = min(float(rate), use.allowance + (now - use.at) * rate / 60)
+        use = self._uses.setdefault(name, _Use(math.inf, now, now))
+        filled = min(float(rate), use.allowance + (now - use.at) * rate / 60)
+        use.allowance = filled if rate else math.inf  # A rate that comes later begins in full.
         use.at = now
         if now - use.day_began >= DAY_S:
             use.day_began, use.drawn = now, 0

@@ -28,8 +28,9 @@ COARSE = ((6 * HOUR_S, HOUR_S), (2 * DAY_S, DAY_S))
 KEPT_S = 90 * DAY_S
 Z = 1.96
 """Of a normal interval of 95 %."""
-_Count = Annotated[int, Meta(ge=0, le=1 << 53)]
-_Sum = Annotated[float, Meta(ge=-1e15, le=1e15)]
+MOST_COUNT, MOST_SUM, MOST_SQUARES = 1 << 53, 1e15, 1e24
+_Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
+_Sum = Annotated[float, Meta(ge=-MOST_SUM, le=MOST_SUM)]
 
 
 class MeanSums(msgspec.Struct, frozen=True, array_like=True):
@@ -42,16 +43,18 @@ class MeanSums(msgspec.Struct, frozen=True, array_like=True):
 
     count: _Count = 0
     total: _Sum = 0.0
-    squares: Annotated[float, Meta(ge=0, le=1e24)] = 0.0
+    squares: Annotated[float, Meta(ge=0, le=MOST_SQUARES)] = 0.0
 
     def with_value(self, value: float) -> MeanSums:
         """Returns the sums with one more value."""
-        return MeanSums(self.count + 1, self.total + value, self.squares + value * value)
+        return self.plus(MeanSums(1, value, value * value))
 
     def plus(self, other: MeanSums) -> MeanSums:
-        """Returns the sums of both."""
+        """Returns the sums of both, within what a reader takes."""
         return MeanSums(
-            self.count + other.count, self.total + other.total, self.squares + other.squares
+            min(self.count + other.count, MOST_COUNT),
+            min(max(self.total + other.total, -MOST_SUM), MOST_SUM),
+            min(self.squares + other.squares, MOST_SQUARES),
         )
 
     @property

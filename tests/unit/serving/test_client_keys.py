@@ -47,6 +47,17 @@ def test_a_rate_allows_a_burst_and_then_its_share_of_a_minute():
     }  # fmt: skip
 
 
+def test_a_client_without_a_rate_that_gets_one_is_not_locked_out():
+    keys = keys_of()
+    for _ in range(500):
+        take(keys)
+    keys.replace({"web": ClientLimits(hash_of("web-key"), requests_per_minute=3)})
+    for _ in range(3):
+        take(keys)
+    with pytest.raises(RequestError, match="more than 3 requests a minute"):
+        take(keys)
+
+
 def test_a_quota_of_tokens_is_that_of_a_day():
     now = [0.0]
     keys = keys_of(lambda: now[0], tokens_per_day=100)
@@ -129,14 +140,18 @@ def test_a_client_samples_by_its_own_key_and_is_told_its_limit(tmp_path, monkeyp
     asyncio.run(scenario())
 
 
-def test_the_list_is_read_again_and_a_half_written_one_changes_nothing(tmp_path, monkeypatch):
+def test_the_list_is_read_again_and_a_half_written_one_changes_nothing(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(launched, "TOKENS_EVERY_S", 0.0)
     path = tmp_path / "clients.toml"
     path.write_text(f"[a]\nkey_sha256 = '{hash_of('one')}'\n")
     clients = ClientKeys(read_clients(str(path)))
     files = _TokenFiles(GatewayOptions(replicas=[], clients=str(path)), Tokens("t", "a"), clients)
     path.write_text("[a")
-    files.poll()
+    for _ in range(3):
+        files.poll()
+    assert len([one for one in caplog.records if "clients before" in one.message]) == 1
     assert clients.name_of("Bearer one") == "a"
     replacement = tmp_path / "new"
     replacement.write_text(f"[b]\nkey_sha256 = '{hash_of('two')}'\n")

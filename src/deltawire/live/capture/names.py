@@ -1,9 +1,16 @@
-"""Names of users: one spelling for each, whatever client and encoding a name came through."""
+"""Names of users: one spelling for each, whatever client and encoding a name came through; and of
+gateways."""
 
 from __future__ import annotations
 
+import secrets
 import unicodedata
 from contextlib import suppress
+from pathlib import Path
+
+from deltawire.errors import CorruptError
+from deltawire.private_files import read_private, replace_private
+from deltawire.wire import keys
 
 MAX_NAME_CHARACTERS = 1024
 _READ_CHARACTERS = 4 * MAX_NAME_CHARACTERS
@@ -50,3 +57,16 @@ def _text_of(name: str | bytes) -> str:
 
 def _is_blank(character: str) -> bool:
     return character.isspace() or unicodedata.category(character) in ("Cc", "Cf")
+
+
+def name_in(folder: Path) -> str:
+    """Returns the gateway's name in its state folder, a new one if there is none: whoever deletes
+    the folder gets another name, so that no number of a segment repeats."""
+    path = folder / "name"
+    name = (read_private(path, 128) or b"").decode("ascii", "replace").strip()
+    if not name:
+        name = f"g{secrets.token_hex(8)}"
+        replace_private(path, f"{name}\n".encode())
+    if not keys.valid_name(name):
+        raise CorruptError(f"{path} holds no name of a gateway", hint="remove the file")
+    return name

@@ -374,7 +374,7 @@ def _metrics_of(recorder: Recorder, app: web.Application) -> GatewayMetrics | No
             raise
         return None
     replicas = app[REPLICAS]
-    return GatewayMetrics(lambda: recorder.state().counts, replicas.taking_requests)
+    return GatewayMetrics(recorder.totals, replicas.taking_requests)
 
 
 def _taken(taken: Taken) -> web.Response:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from deltawire.errors import CorruptError
 from deltawire.live.gateway.texts import flat_text
 
 LEAST_LOGPROB = -9999.0
@@ -30,6 +31,27 @@ REVEALING = ("system_fingerprint", "weight_version", "weight_versions", "version
 _THOUGHTS = ("reasoning_content", "reasoning")
 _KNOWN = frozenset({"role", "content", "tool_calls", *_THOUGHTS})
 """Members of a message whose texts are read here."""
+
+
+class _CallShape(msgspec.Struct):
+    index: int | None = None
+    function: dict[str, Any] | None = None
+
+
+class _SaidShape(msgspec.Struct):
+    tool_calls: list[_CallShape] | None = None
+
+
+class _RowShape(msgspec.Struct):
+    index: int = 0
+    message: _SaidShape | None = None
+    delta: _SaidShape | None = None
+
+
+class _AnswerShape(msgspec.Struct):
+    """The containers of an answer whose members are read without another check."""
+
+    choices: list[_RowShape] | None = None
 
 
 @dataclass
@@ -122,13 +144,20 @@ class AnswerReader:
         return listed or -(-said // CHARACTERS_A_TOKEN)
 
     def read(self, body: dict[str, Any]) -> None:
-        """Adds a whole answer, or one chunk. Members of the wrong type count as missing."""
+        """Adds a whole answer, or one chunk. Tokens and counts of the wrong type count as missing.
+
+        Raises `CorruptError` for choices that are no choices.
+        """
+        try:
+            msgspec.convert(body, _AnswerShape)
+        except msgspec.ValidationError as error:
+            raise CorruptError(f"an answer of the wrong shape: {str(error)[:200]}") from error
         self.model = self.model or str(body.get("model") or "")[:256]
         if "prompt_token_ids" in body and _are_ids(body["prompt_token_ids"]):
             self.prompt = body["prompt_token_ids"]
         usage = body.get("usage")
         counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if isinstance(counted, int) and counted >= 0:
+        if isinstance(counted, int) and 0 <= counted <= MAX_TOKENS:
             self.completion_tokens = counted
         if isinstance(body.get("prompt_text"), str):
             self.prompt_text = body["prompt_text"]
@@ -167,7 +196,8 @@ class AnswerReader:
         )
         for place, call in enumerate(calls) if calls else ():
             function = call.get("function") or {}
-            parts = choice.calls.setdefault(call.get("index", place), [])
+            index = call.get("index")
+            parts = choice.calls.setdefault(place if index is None else index, [])
             parts.append(str(function.get("arguments") or ""))
             if function.get("name"):
                 choice.names.append(str(function["name"]))
@@ -212,9 +242,20 @@ def _drawn_in(found: Any) -> tuple[list[str], list[float]]:
         values = [row.get("logprob") if isinstance(row, dict) else None for row in rows]
         tokens = [row.get("token") for row in rows if isinstance(row, dict)]
     else:
-        values, tokens = found.get("token_logprobs") or [], found.get("tokens") or []
+        values, tokens = _list_of(found.get("token_logprobs")), _list_of(found.get("tokens"))
     drawn = [token for token in tokens if isinstance(token, str)]
-    return drawn, [math.nan if value is None else float(value) for value in values]
+    return drawn, [_real(value) for value in values]
+
+
+def _list_of(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else []
+
+
+def _real(value: Any) -> float:
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _is_object(text: str) -> bool:

@@ -209,7 +209,8 @@ class LiveExchange:
         served = self._served
         if served.judged and not self._has_row:
             waited_s = self._first_s or time.monotonic() - self._began
-            self._recorder.ended(served, TIMED_OUT, "no end when its outcome was due", waited_s)
+            reason = "no end when its outcome was due"
+            self._recorder.ended(served, TIMED_OUT, reason, waited_s, late=True)
             assignment = served.assignment._replace(propensity=1.0, kept=0.0)
             self._served = replace(served, assignment=assignment)
 

@@ -21,16 +21,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from deltawire.config.retention import RetainConfig
-from deltawire.errors import CorruptError, DeltawireError
+from deltawire.errors import DeltawireError
 from deltawire.live.capture.consent import ConsentRule
-from deltawire.live.capture.names import normalize_name
+from deltawire.live.capture.names import name_in, normalize_name
 from deltawire.live.capture.redaction import Redaction
 from deltawire.live.capture.spool import Spool
 from deltawire.live.capture.uploader import UPLOAD_EVERY_S, SpooledStream, SpoolUploader
@@ -50,7 +49,7 @@ from deltawire.live.gateway.conversations import Conversations, LastAnswer
 from deltawire.live.gateway.engine_tokens import AnswerReader, ChoiceTokens
 from deltawire.live.gateway.requests import AskedAnswer
 from deltawire.live.gateway.user_figures import AnswerSource, UserFigures
-from deltawire.private_files import private_folder, read_private, replace_private
+from deltawire.private_files import private_folder
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.captures import (
@@ -77,7 +76,7 @@ from deltawire.wire.receipts import (
     spans_of,
 )
 from deltawire.wire.run import Run
-from deltawire.wire.user_windows import fitting
+from deltawire.wire.user_windows import UserWindow
 
 STORE_WITHIN_S = 2.0
 STATE_EVERY_S = 10.0
@@ -153,6 +152,7 @@ class Recorder:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started = time.time()
         self._state_at = float("-inf")
+        self._stored_windows: list[UserWindow] = []
         limit = self.options.spool_bytes
         self.captures = self._spool("captures", limit)
         self.feedback = self._spool("feedback", limit)
@@ -190,8 +190,7 @@ class Recorder:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts uploads and maintenance; stored rows are reported to ``loop``."""
         self._loop = loop
-        load = partial(self.figures.load_from, self._bucket, self.name)
-        threading.Thread(target=load, name="live-figures", daemon=True).start()
+        self.figures.start_loading(self._bucket, self.name)  # `_each_round` tries again.
         self.uploader.start()
         self.maintenance.start()
         if self._reconsent is not None:
@@ -217,9 +216,9 @@ class Recorder:
             found.append("stored segments are not compacted")
         return found
 
-    def state(self) -> GatewayState:
-        """Returns the gateway's secret by its fingerprints, counters and rates."""
-        counts: dict[str, float] = {
+    def totals(self) -> dict[str, float]:
+        """Returns the counters by their names."""
+        return {
             **self.counts,
             **{f"feedback_{name}": count for name, count in self.intake.counts.items()},
             "captures_lost": self.captures.lost,
@@ -231,18 +230,22 @@ class Recorder:
             "compacted_segments": self.maintenance.compacted,
             "expired_rows": self.maintenance.expired,
         }
+
+    def state(self, windows: list[UserWindow] | None = None) -> GatewayState:
+        """Returns the gateway's secret by its fingerprints, counters and rates, and figures of
+        users: those of now, or the ``windows`` given."""
         return GatewayState(
             gateway=self.name,
             run=self._run.id,
             generations=sorted(self.secret.held),
             started=self._started,
             at=time.time(),
-            counts=counts,
+            counts=self.totals(),
             rates=self.rates.listed(),
             shadow=self.shadow(),
             uploaded_until=self.uploader.until,
             upstreams=self.upstreams,
-            windows=fitting(self.figures.windows()),
+            windows=self.figures.stated() if windows is None else windows,
             replicas=self.replicas(),
         )
 
@@ -347,19 +350,30 @@ class Recorder:
             )
         )
 
-    def ended(self, served: ServedRequest, finish: str, reason: str, first_s: float) -> None:
+    def ended(
+        self,
+        served: ServedRequest,
+        finish: str,
+        reason: str,
+        first_s: float,
+        *,
+        late: bool = False,
+    ) -> None:
         """Stores that an answer did not come to its end, so that its arm is judged by it: its
         replica failed, its client left, or its outcome was due. ``finish`` is one of `ENDED_EARLY`.
-        Nothing waits for the disk: the client may be gone."""
+        Nothing waits for the disk: the client may be gone. ``late`` says that it may yet end, and
+        has no part in the figures of users before."""
         self.counts[_EARLY_ENDS[finish]] += 1
         early = finish, first_s, None
         if not served.capture:
             receipt = self._receipt(served, [], recorded=False)
             self._store_judged(served, receipt, [], finish, first_s)
-            self._figure(served, receipt, *early)
+            if not late:
+                self._figure(served, receipt, *early)
             return
         receipt = self._receipt(served, [], recorded=True)
-        self._figure(served, receipt, *early)
+        if not late:
+            self._figure(served, receipt, *early)
         choice, sealed = ChoiceTokens(finish=finish), self._seal(receipt)
         row = capture_row(served, AnswerReader(), choice, receipt, sealed, reason[:256], first_s)
 
@@ -518,12 +532,16 @@ class Recorder:
         if due:
             self._read_forgotten()
             self._read_secret()
+            self.figures.load_from(self._bucket, self.name)
+            self._stored_windows = self.figures.stated()
         if due or self.generation() is not None:  # A canary waits for `uploaded_until`.
-            self._bucket.put(keys.live_gateway(self.name), encode_json(self.state()))
+            state = self.state(self._stored_windows)
+            self._bucket.put(keys.live_gateway(self.name), encode_json(state))
         if due:
             self._state_at = now
 
     def _at_end(self) -> None:
+        self.figures.load_from(self._bucket, self.name)
         state = msgspec.structs.replace(self.state(), ended=True)
         self._bucket.put(keys.live_gateway(self.name), encode_json(state))
 
@@ -577,16 +595,3 @@ def serving_only(user: str, conversation: str) -> Assignment:
     """Assigns everybody to the serving arm, and to whichever version a replica holds."""
     del user, conversation
     return assign(None, "")
-
-
-def name_in(folder: Path) -> str:
-    """Returns the gateway's name in its state folder, a new one if there is none: whoever deletes
-    the folder gets another name, so that no number of a segment repeats."""
-    path = folder / "name"
-    name = (read_private(path, 128) or b"").decode("ascii", "replace").strip()
-    if not name:
-        name = f"g{secrets.token_hex(8)}"
-        replace_private(path, f"{name}\n".encode())
-    if not keys.valid_name(name):
-        raise CorruptError(f"{path} holds no name of a gateway", hint="remove the file")
-    return name

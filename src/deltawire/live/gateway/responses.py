@@ -119,7 +119,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any, place: str) -> None:
     kind = item.get("type", "message")
     if kind == "message":
         role = item.get("role")
-        if role not in _ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             raise _invalid(f"{place}.role", "it is user, assistant, system or developer")
         messages.append({"role": role, "content": _text_of(item.get("content"), place)})
     elif kind == "function_call":
@@ -164,7 +164,7 @@ def _text_of(content: Any, place: str) -> str:
         if kind == "refusal":
             texts.append(_word(part, "refusal", place))
             continue
-        if kind not in _TEXTS:
+        if not isinstance(kind, str) or kind not in _TEXTS:
             raise _refused(f"{place}.content", f"parts of type {str(kind)[:64]!r} are not served")
         texts.append(_word(part, "text", place))
     return "".join(texts)
@@ -368,7 +368,7 @@ class ResponseForm:
     def _add_call(self, call: Mapping[str, Any], place: int) -> list[dict[str, Any]]:
         function = call.get("function")
         function = function if isinstance(function, dict) else {}
-        index = call.get("index", place)
+        index = place if call.get("index") is None else call["index"]
         events: list[dict[str, Any]] = []
         if index not in self._calls:
             self._calls[index] = len(self._items)

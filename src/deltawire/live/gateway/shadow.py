@@ -14,6 +14,7 @@ guardrails that it touched and the user's answer did not, or the reverse.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,7 @@ import aiohttp
 import msgspec
 
 from deltawire.config.release import ReleaseConfig
+from deltawire.errors import CorruptError
 from deltawire.live.capture.guardrails import SILENT, AnswerFacts, touches
 from deltawire.live.capture.marks import marks_of
 from deltawire.live.gateway.engine_tokens import AnswerReader
@@ -241,4 +243,5 @@ def _read(reader: AnswerReader, data: bytes) -> None:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return
     if isinstance(body, dict):
-        reader.read(body)
+        with contextlib.suppress(CorruptError):  # A choice that is none has failed.
+            reader.read(body)

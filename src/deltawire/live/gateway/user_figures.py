@@ -13,15 +13,19 @@ space.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import NamedTuple
 
+import msgspec
+
 from deltawire.config.ranges import range_of
-from deltawire.errors import DeltawireError, InputError
+from deltawire.errors import DeltawireError, InputError, RetryError
 from deltawire.store import Bucket
 from deltawire.wire import keys
 from deltawire.wire.captures import MAX_GATEWAY_BYTES, Feedback, GatewayState
@@ -33,12 +37,15 @@ from deltawire.wire.user_windows import (
     UserCounts,
     UserWindow,
     coarsened,
+    fitting,
 )
 
 WINDOW_S = 900.0
 MOST_USERS = 50_000
 """Users of one window whose reports are told apart; of further ones only answers count."""
 MOST_REMEMBERED = 100_000
+MOST_VALUE = 1e9
+"""Values beyond it, either way, count as this."""
 _LOG = logging.getLogger("deltawire.live")
 OTHER = "other"
 """Further kinds of feedback of one arm count together."""
@@ -60,7 +67,15 @@ class _Open:
         self.first_s, self.tokens = MeanSums(), MeanSums()
         self.kinds: dict[str, dict[str, tuple[int, float]]] = {}
         self.users: dict[str, tuple[int, float]] = {}
+        self.named: set[str] = set()
         self.reports: dict[str, int] = {}
+
+    def copied(self) -> _Open:
+        """Returns a copy that nobody changes."""
+        found = copy(self)
+        found.kinds = {kind: dict(users) for kind, users in self.kinds.items()}
+        found.users, found.reports = dict(self.users), dict(self.reports)
+        return found
 
 
 class UserFigures:
@@ -84,22 +99,43 @@ class UserFigures:
         self._since = 0.0
         self._open: dict[AnswerSource, _Open] = {}
         self._ended: list[UserWindow] = []
+        self._loading = threading.Lock()
+        self._loaded = False
         self._places: OrderedDict[str, AnswerSource] = OrderedDict()
 
     def load_from(self, bucket: Bucket, gateway: str) -> None:
-        """Goes on from the windows that a gateway of this name stored before. If they cannot be
-        read, it begins without them: these figures only inform people."""
+        """Goes on from the windows that a gateway of this name stored before, once. If they cannot
+        be decoded, it begins without them: these figures only inform people. Raises `RetryError`
+        if the bucket does not answer; call it again then, and before the windows are written
+        over."""
+        with self._loading:
+            if not self._loaded:
+                self._load_from(bucket, gateway)
+
+    def start_loading(self, bucket: Bucket, gateway: str) -> None:
+        """Tries `load_from` once, in a thread."""
+
+        def load() -> None:
+            with contextlib.suppress(RetryError):
+                self.load_from(bucket, gateway)
+
+        threading.Thread(target=load, name="live-figures", daemon=True).start()
+
+    def _load_from(self, bucket: Bucket, gateway: str) -> None:
         key = keys.live_gateway(gateway)
         try:
             data = bucket.get(key, limit=MAX_GATEWAY_BYTES)
-            if data is None:
-                return
-            windows = decode_json(data, GatewayState, run=bucket.url, key=key).windows
+            windows = (
+                decode_json(data, GatewayState, run=bucket.url, key=key).windows if data else []
+            )
+        except RetryError:
+            raise
         except DeltawireError as error:
             _LOG.warning("figures of earlier answers are left out: %s", error.message)
-            return
+            windows = []
         with self._lock:
             self._ended = [*windows, *self._ended]
+            self._loaded = True
 
     def answered(
         self, answer: str, place: AnswerSource, *, finish: str, first_s: float, tokens: int | None
@@ -118,7 +154,7 @@ class UserFigures:
             if finish not in ("error", "timeout", "left"):
                 found.first_s = found.first_s.with_value(first_s)
                 if tokens is not None:
-                    found.tokens = found.tokens.with_value(float(tokens))
+                    found.tokens = found.tokens.with_value(min(float(tokens), MOST_VALUE))
 
     def reported(self, report: Feedback) -> None:
         """Counts a report of a client; signals of detectors are not users' words."""
@@ -130,13 +166,15 @@ class UserFigures:
             if found is None:
                 return
             kind = report.kind
-            if kind not in found.kinds and len(found.kinds) >= KINDS_AT_MOST - 1:
+            if kind not in found.reports and len(found.reports) >= KINDS_AT_MOST - 1:
                 kind = OTHER
             found.reports[kind] = found.reports.get(kind, 0) + 1
             user = report.user or report.conversation
-            if user not in found.users and len(found.users) >= MOST_USERS:
+            if user not in found.named and len(found.named) >= MOST_USERS:
                 return
-            self._add(found.kinds.setdefault(kind, {}), user, report.value)
+            found.named.add(user)
+            value = min(max(report.value, -MOST_VALUE), MOST_VALUE)
+            self._add(found.kinds.setdefault(kind, {}), user, value)
             scaled = self._scaled(report.kind, report.value)
             if scaled is not None:
                 self._add(found.users, user, scaled)
@@ -145,10 +183,23 @@ class UserFigures:
         """Returns all windows, the oldest first, and the present one as it is now."""
         with self._lock:
             self._turn()
-            now = self._clock()
-            found = coarsened(self._ended, now)
-            present = self._present()
-            return [*found, present] if present.counts else found
+            ended = list(self._ended)
+            open_ = {place: one.copied() for place, one in self._open.items()}
+            since = self._since
+        found = coarsened(ended, self._clock())
+        present = _window(since, open_)
+        return [*found, present] if present.counts else found
+
+    def stated(self) -> list[UserWindow]:
+        """Returns the newest windows that a gateway's state has room for; none where a reader would
+        not take them, since what else the state says is needed."""
+        found = fitting(self.windows())
+        try:
+            msgspec.json.decode(msgspec.json.encode(found), type=list[UserWindow])
+        except (msgspec.MsgspecError, UnicodeEncodeError) as error:
+            _LOG.error("figures of users are left out: %s", str(error)[:200])
+            return []
+        return found
 
     @staticmethod
     def _add(sums: dict[str, tuple[int, float]], user: str, value: float) -> None:
@@ -174,32 +225,33 @@ class UserFigures:
         since = self._clock() // WINDOW_S * WINDOW_S
         if since == self._since:
             return
-        ended = self._present()
+        ended = _window(self._since, self._open)
         if ended.counts:
             self._ended = coarsened([*self._ended, ended], self._clock())
         self._since, self._open = since, {}
 
-    def _present(self) -> UserWindow:
-        return UserWindow(
-            since=self._since,
-            seconds=WINDOW_S,
-            counts=[
-                UserCounts(
-                    arm=place.arm,
-                    version=place.version,
-                    upstream=place.upstream,
-                    answers=one.answers,
-                    errors=one.errors,
-                    left=one.left,
-                    first_s=one.first_s,
-                    tokens=one.tokens,
-                    satisfaction=_of_users(one.users),
-                    kinds={kind: _of_users(users) for kind, users in one.kinds.items()},
-                    reports=dict(one.reports),
-                )
-                for place, one in self._open.items()
-            ],
-        )
+
+def _window(since: float, open_: Mapping[AnswerSource, _Open]) -> UserWindow:
+    return UserWindow(
+        since=since,
+        seconds=WINDOW_S,
+        counts=[
+            UserCounts(
+                arm=place.arm,
+                version=place.version,
+                upstream=place.upstream,
+                answers=one.answers,
+                errors=one.errors,
+                left=one.left,
+                first_s=one.first_s,
+                tokens=one.tokens,
+                satisfaction=_of_users(one.users),
+                kinds={kind: _of_users(users) for kind, users in one.kinds.items()},
+                reports=dict(one.reports),
+            )
+            for place, one in open_.items()
+        ],
+    )
 
 
 def _of_users(users: Mapping[str, tuple[int, float]]) -> MeanSums:

@@ -312,7 +312,7 @@ def test_upstreams_that_cannot_be_are_refused(urls, models, files, words):
 def test_a_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     (tmp_path / "key").write_text("from-file\n")
     monkeypatch.setenv("DELTAWIRE_UPSTREAM_KEY_MY_ONE", "from-environment")
-    urls, models = ["my-one=https://x/v1", "b=http://y/v1"], ["my-one=m", "b=n"]
+    urls, models = ["my-one=https://x/v1", "b=https://y/v1"], ["my-one=m", "b=n"]
     first, second = read_upstreams(urls, models, [f"b={tmp_path / 'key'}"])
     assert (first.key, second.key) == ("from-environment", "from-file")
 

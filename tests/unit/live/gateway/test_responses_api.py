@@ -180,6 +180,8 @@ def test_an_answer_that_was_cut_off_is_incomplete(serve):
         ({"input": []}, "input"),
         ({"input": [3]}, "input[0]"),
         ({"input": [{"role": "root", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": [], "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": []}]}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"instructions": ["x"]}, "instructions"),
