@@ -82,14 +82,32 @@ class _Use:
     requests: int = 0
     refused: int = 0
     under_way: int = 0
+    reserved: int = 0
 
 
 @dataclass
 class CountedRequest:
-    """A request of a client; ``drawn`` are the tokens of its answer, set before it ends."""
+    """A request of a client; ``drawn`` are the tokens of its answer, set before it ends, and
+    ``reserved`` those of the day's quota that are kept for it until then."""
 
     client: str
     drawn: int = 0
+    reserved: int = 0
+    use: _Use | None = None
+    quota: int = 0
+
+    def reserve(self, tokens: int) -> None:
+        """Keeps so many tokens of the quota, or what is left, for this request; raises
+        `RequestError` where others under way keep all of it."""
+        if self.use is None or not self.quota:
+            return
+        left = self.quota - self.use.drawn - self.use.reserved
+        if left <= 0:
+            self.use.refused += 1
+            words = f"requests of {self.client} under way may use the rest of its tokens of the day"
+            raise _refused(words, "rate_limit_exceeded", 1.0)
+        self.reserved = min(tokens, left)
+        self.use.reserved += self.reserved
 
 
 @dataclass
@@ -133,10 +151,12 @@ class ClientKeys:
             return
         use = self._take(name, limits)
         use.under_way += 1
+        counted.use, counted.quota = use, limits.tokens_per_day
         try:
             yield counted
         finally:
             use.under_way -= 1
+            use.reserved -= counted.reserved
             use.drawn += counted.drawn
 
     def used(self) -> dict[str, dict[str, int]]:

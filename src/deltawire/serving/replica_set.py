@@ -266,8 +266,9 @@ class ReplicaSet:
 
     @property
     def takes_requests(self) -> bool:
-        """Returns whether a replica takes requests now."""
-        return any(m.held is not None and not m.draining for m in self._members)
+        """Returns whether a replica takes requests now for the version that serves."""
+        version = None if self.wanted is None else self.wanted.version
+        return any(self._may_answer(m, version) for m in self._open())
 
     def taking_requests(self) -> dict[str, bool]:
         """Returns, by its name, whether a replica takes requests and is not left out."""

@@ -76,7 +76,7 @@ class OpenAIUpstream(Replica):
                 f"{self.name} refuses the key (status {status})",
                 hint="give another one with --upstream-key-file, and start the gateway again",
             )
-        if status >= 500:
+        if status >= 500 or 300 <= status < 400:
             raise RetryError(f"{self.name} answers {status}")
         return HeldVersion(self.held_now.version, "", ENGINE)
 

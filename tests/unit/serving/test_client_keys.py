@@ -58,6 +58,27 @@ def test_a_client_without_a_rate_that_gets_one_is_not_locked_out():
         take(keys)
 
 
+def test_requests_under_way_keep_tokens_of_the_quota():
+    keys = keys_of(tokens_per_day=100)
+    with keys.request("web") as first:
+        first.reserve(60)
+        with keys.request("web") as second:
+            second.reserve(1 << 40)
+            assert (first.reserved, second.reserved) == (60, 40)
+            with (
+                pytest.raises(RequestError, match="under way") as refused,
+                keys.request("web") as third,
+            ):
+                third.reserve(1)
+            assert refused.value.status == 429
+            second.drawn = 5
+        with keys.request("web") as fourth:
+            fourth.reserve(10)
+            assert fourth.reserved == 10
+        first.drawn = 60
+    assert keys.used()["web"]["tokens_today"] == 65
+
+
 def test_a_quota_of_tokens_is_that_of_a_day():
     now = [0.0]
     keys = keys_of(lambda: now[0], tokens_per_day=100)

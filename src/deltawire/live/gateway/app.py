@@ -69,7 +69,7 @@ from deltawire.serving.bodies import BodyBudget, read_body
 from deltawire.serving.client_keys import CLIENT, CountedRequest
 from deltawire.serving.errors import SERVER_ERROR, RequestError, error_answer, error_object
 from deltawire.serving.replica_set import TrackedReplica
-from deltawire.wire.captures import FAILED
+from deltawire.wire.captures import FAILED, LEFT
 
 if TYPE_CHECKING:
     from deltawire.live.gateway.metrics import GatewayMetrics
@@ -268,6 +268,7 @@ class LiveCalls:
         if asked.chat and not session:
             session = served.affinity
         assert self._names is not None
+        counted.reserve(asked.tokens)
         exchange = LiveExchange(
             served,
             self._recorder,
@@ -303,7 +304,9 @@ class LiveCalls:
         finally:
             if metrics is not None:
                 metrics.ended(exchange.arm)
-            counted.drawn = exchange.drawn
+            # Of an answer that its client left before anything came, nobody knows the tokens.
+            unseen = exchange.finish == LEFT and not exchange.drawn
+            counted.drawn = counted.reserved if unseen else exchange.drawn
             self._ids.dropped(exchange.name)
             self._offer(request, served, exchange)
 

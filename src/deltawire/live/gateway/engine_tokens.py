@@ -25,6 +25,7 @@ CONFIRMED = "confirmed"
 MAX_TOKENS = 1 << 24
 """No answer has more tokens."""
 MAX_DIGITS = 15
+MOST_CHOICES = 1 << 16
 CHARACTERS_A_TOKEN = 4
 REVEALING = ("system_fingerprint", "weight_version", "weight_versions", "version", "metadata")
 """Members of an answer by which engines tell which weights drew it."""
@@ -124,7 +125,8 @@ class AnswerReader:
         reader.choices[0].ids
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_choices: int = MOST_CHOICES) -> None:
+        self._most_choices = most_choices
         self.prompt: list[int] = []
         self.prompt_text = ""
         """The text of the prompt's tokens, if the engine states it."""
@@ -140,13 +142,18 @@ class AnswerReader:
         if self.completion_tokens is not None:
             return self.completion_tokens
         listed = sum(len(one.ids) for one in self.choices.values())
-        said = sum(len(text) for one in self.choices.values() for text in one.text)
+        said = sum(
+            len(text)
+            for one in self.choices.values()
+            for texts in (one.text, one.thoughts, *one.calls.values())
+            for text in texts
+        )
         return listed or -(-said // CHARACTERS_A_TOKEN)
 
     def read(self, body: dict[str, Any]) -> None:
         """Adds a whole answer, or one chunk. Tokens and counts of the wrong type count as missing.
 
-        Raises `CorruptError` for choices that are no choices.
+        Raises `CorruptError` for choices that are no choices, or more than asked for.
         """
         try:
             msgspec.convert(body, _AnswerShape)
@@ -165,6 +172,8 @@ class AnswerReader:
             if isinstance(row, dict) and isinstance(row.get("index", 0), int):
                 self._read(row, self.choices.setdefault(row.get("index", 0), ChoiceTokens()))
         self._read_sglang(body)
+        if len(self.choices) > self._most_choices:
+            raise CorruptError(f"an answer of more than {self._most_choices} choices")
 
     def _read_sglang(self, body: dict[str, Any]) -> None:
         stated = body.get("sglext")

@@ -30,7 +30,7 @@ from deltawire.live.feedback.client import RECEIPT_HEADER
 from deltawire.live.gateway.answer_ids import ANSWER_HEADER, AnswerIds
 from deltawire.live.gateway.answer_rows import ServedRequest
 from deltawire.live.gateway.common_form import CommonForm
-from deltawire.live.gateway.engine_tokens import AnswerReader, ClientView
+from deltawire.live.gateway.engine_tokens import MOST_CHOICES, AnswerReader, ClientView
 from deltawire.live.gateway.events import DONE, EventSplitter, data_of
 from deltawire.live.gateway.model_names import ModelNames
 from deltawire.live.gateway.recorder import Recorder
@@ -52,7 +52,16 @@ AT_ONCE = 16 << 10
 """A smaller piece goes into the empty buffer of a connection without waiting."""
 FAILURES = frozenset({408, 425, 429})
 """Lower statuses by which a replica, or this server for it, does not answer what it could."""
-UPSTREAM_FAULTS = frozenset({401, 402, 403, 404})
+UPSTREAM_FAULTS = frozenset({401, 402})
+"""Statuses by which a provider refuses the gateway's own key."""
+REFUSALS = frozenset({403, 404})
+"""Statuses by which providers refuse a key or a model, but also what a client wrote."""
+FAULT_CODES = frozenset(
+    {"invalid_api_key", "account_deactivated", "model_not_found", "DeploymentNotFound"}
+)
+"""Codes of errors that come with `REFUSALS` where the key or the model is the cause."""
+STREAM_WITHIN_S = 3600.0
+"""Seconds that a replica may take for a stream, without those that its client takes."""
 WHOLE_HEADERS = {"Content-Type": "application/json", "Cache-Control": "no-cache"}
 STREAM_HEADERS = {**WHOLE_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}
 """A server's own headers would tell which one it is."""
@@ -139,6 +148,7 @@ class LiveExchange:
             reveal=reveal,
             model=asked.given.get("model"),
         )
+        self._mixed = hides
         self._common: CommonForm | None = None
         """Where servers of different providers answer, unless the client may know which."""
         if hides and not reveal:
@@ -235,11 +245,6 @@ class LiveExchange:
                 headers = headers_for(request, member, upstream)
                 streams = "event-stream" in headers.get("Content-Type", "")
                 headers |= STREAM_HEADERS if streams and upstream.status == 200 else WHOLE_HEADERS
-                redirects = 300 <= upstream.status < 400
-                if redirects or (member.replica.upstream and upstream.status in UPSTREAM_FAULTS):
-                    # The gateway's own key or model: no client can do anything about it.
-                    _LOG.error("%s answers %d", member.replica.name, upstream.status)
-                    raise aiohttp.ClientPayloadError(f"status {upstream.status}")
                 headers[ANSWER_HEADER] = self.name
                 if upstream.status >= SERVER_ERROR:
                     tries.answered(member, upstream.status)
@@ -247,10 +252,15 @@ class LiveExchange:
                     first = await anext(pieces, b"")
                     answer = web.StreamResponse(headers=headers)
                     await answer.prepare(request)
-                    await self._stream(request, first, pieces, answer)
+                    reader = AnswerReader(self._most_choices())
+                    try:
+                        await self._stream(request, reader, first, pieces, answer)
+                    finally:
+                        self.drawn = reader.drawn
                 else:
                     answer = await self._whole(upstream, pieces, headers)
-                if upstream.status < SERVER_ERROR:
+                refusal = member.replica.upstream and upstream.status in REFUSALS
+                if upstream.status < SERVER_ERROR and not refusal:
                     tries.answered(member, upstream.status)
                 return answer
         except aiohttp.ClientConnectorError:
@@ -293,7 +303,13 @@ class LiveExchange:
     ) -> web.StreamResponse:
         data = await _read_answer(pieces)
         self._first_s = time.monotonic() - self._began
-        if upstream.status >= SERVER_ERROR or upstream.status in FAILURES:
+        if 300 <= upstream.status < 400 or self._is_own_fault(upstream.status, data):
+            # The gateway's own key or model: no client can do anything about it.
+            _LOG.error("%s answers %d", self._served.upstream or "a replica", upstream.status)
+            raise aiohttp.ClientPayloadError(f"status {upstream.status}")
+        # Where providers differ in what they refuse, an arm is judged by its refusals too.
+        refused = self._mixed and upstream.status != 200
+        if refused or upstream.status >= SERVER_ERROR or upstream.status in FAILURES:
             self.end(FAILED, f"the replica failed: status {upstream.status}")
         if upstream.status >= SERVER_ERROR and not self._shown.reveal:
             # A replica's own words may name it, its version or the run.
@@ -304,7 +320,7 @@ class LiveExchange:
         found = _object_of(data)
         if found is None:
             raise CorruptError("the replica's answer is no object with choices")
-        reader = AnswerReader()
+        reader = AnswerReader(self._most_choices())
         reader.read(found)
         shown = self._common.whole(found) if self._common else self._shown.of(found) or found
         receipts = await self._receipts(reader)
@@ -314,16 +330,21 @@ class LiveExchange:
     async def _stream(
         self,
         request: web.Request,
+        reader: AnswerReader,
         first: bytes,
         pieces: AsyncIterator[bytes],
         answer: web.StreamResponse,
     ) -> None:
         """Passes events on as they arrive; those that end the answer wait for the receipt."""
-        reader, splitter = AnswerReader(), EventSplitter()
+        splitter = EventSplitter()
+        size, waited_s = 0, time.monotonic() - self._began
         held: list[Mapping[str, Any]] = []
         ended = False
         chunk = first
         while chunk:
+            size += len(chunk)
+            if size > MAX_ANSWER_BYTES or waited_s > STREAM_WITHIN_S:
+                raise CorruptError(f"a stream of {size} bytes and {waited_s:.0f} s")
             out: list[bytes] = []
             for event in splitter.feed(chunk):
                 data = data_of(event)
@@ -345,7 +366,9 @@ class LiveExchange:
                         out.append(self._form.chunk(shown))
             if out:
                 await _write(request, answer, b"".join(out))
+            asked = time.monotonic()
             chunk = await anext(pieces, b"")
+            waited_s += time.monotonic() - asked
         if not ended or splitter.rest.strip():
             raise aiohttp.ClientPayloadError("the stream ended early")
         receipts = await self._receipts(reader)
@@ -357,8 +380,21 @@ class LiveExchange:
         reader.read(body)
         if self._common is not None:
             return list(self._common.chunks(body))
+        unasked = self._served.upstream and not self._served.asked.wants_usage
+        if unasked and body.pop("usage", None) and not body.get("choices"):
+            return []
         shown = self._shown.of(body)
         return [] if shown is None else [shown]
+
+    def _most_choices(self) -> int:
+        """Returns how many choices an answer may have: a provider's no more than were asked for."""
+        return self._served.asked.choices if self._served.upstream else MOST_CHOICES
+
+    def _is_own_fault(self, status: int, data: bytes) -> bool:
+        """Returns whether a provider refuses the gateway's key or model, whatever a client asks."""
+        if not self._served.upstream:
+            return False
+        return status in UPSTREAM_FAULTS or (status in REFUSALS and _code_in(data) in FAULT_CODES)
 
     def _failure(self, data: bytes) -> bytes:
         """Returns the event that takes the place of a replica's error: its own words may name it,
@@ -417,6 +453,16 @@ def _object_of(data: bytes) -> dict[str, Any] | None:
         return None
     rows = found.get("choices")
     return found if isinstance(rows, list) and all(isinstance(r, dict) for r in rows) else None
+
+
+def _code_in(data: bytes) -> str:
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return ""
+    error = body.get("error") if isinstance(body, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, str) else ""
 
 
 def _reason_in(data: bytes) -> str:

@@ -36,6 +36,32 @@ class AskedAnswer:
     quoted: str | None = None
     turn: int = 0
 
+    @property
+    def _stream_options(self) -> dict[str, Any]:
+        found = self.given.get("stream_options")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def wants_usage(self) -> bool:
+        """Returns whether the client asked for the count of tokens in a stream."""
+        return bool(self._stream_options.get("include_usage"))
+
+    @property
+    def choices(self) -> int:
+        """Returns how many choices the answer may have: ``n`` for each prompt."""
+        prompt = self.given.get("prompt")
+        prompts = prompt if isinstance(prompt, list) else []
+        one = not prompts or isinstance(prompts[0], int)
+        return _count_in(self.given, "n") * (1 if one else len(prompts))
+
+    @property
+    def tokens(self) -> int:
+        """Returns how many tokens the answer may have; `UNSAID_TOKENS` a choice if the client does
+        not say."""
+        names = ("max_completion_tokens", "max_tokens")
+        most = next((name for name in names if self.given.get(name)), "")
+        return self.choices * (_count_in(self.given, most) if most else UNSAID_TOKENS)
+
     def texts(self) -> RequestTexts:
         """Returns all texts of the request, for redaction."""
         return texts_of(self.given, chat=self.chat)
@@ -46,6 +72,8 @@ class AskedAnswer:
         if engine == UPSTREAM:
             # The run's settings are those of its own policy, and users' names stay here.
             body = {n: v for n, v in self.given.items() if n in SENT_UPSTREAM and v is not None}
+            if self.stream:  # Guardrails and quotas need the count of tokens.
+                body["stream_options"] = {**self._stream_options, "include_usage": True}
             return msgspec.json.encode({**body, "model": model})
         body = dict(self.body)
         if model:
@@ -59,6 +87,12 @@ class AskedAnswer:
         return msgspec.json.encode(body)
 
 
+def _count_in(body: dict[str, Any], name: str) -> int:
+    found = body.get(name)
+    return found if isinstance(found, int) and found > 0 else 1
+
+
+UNSAID_TOKENS = 1000
 _TOKENS = {"return_token_ids": True}
 _TOKENS_OF_SGLANG = {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True}
 """SGLang's chat endpoint states tokens under other names, and refuses those of vLLM for streams."""

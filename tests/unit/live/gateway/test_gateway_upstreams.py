@@ -219,7 +219,7 @@ def test_a_provider_as_a_candidate_and_a_candidate_that_is_left_out(tmp_path, mo
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
-    [(400, 400), (422, 400), (401, 503), (404, 503), (429, 503), (500, 503), (302, 503)],
+    [(400, 400), (422, 400), (401, 503), (404, 400), (429, 503), (500, 503), (302, 503)],
 )
 def test_a_providers_refusals_are_told_without_its_words(tmp_path, monkeypatch, theirs, ours):
     @in_loop
