@@ -1,4 +1,4 @@
-"""Scores and estimates of a version that events hold."""
+"""Scores, counts and estimates that events hold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+
+class FamilyCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Groups of one family of tasks, trained on and dropped as too old, with their tokens."""
+
+    trained: int = 0
+    trained_tokens: int = 0
+    dropped: int = 0
+    dropped_tokens: int = 0
 
 
 class BudgetScore(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from msgspec import Meta
 from deltawire.estimates import (
     BudgetScore,
     BudgetSetting,
+    FamilyCounts,
     OffPolicyEstimate,
     SettingScore,
     UseGain,
@@ -57,15 +58,6 @@ class Span(_Event, tag="span", frozen=True, kw_only=True):
     activity: Activity
     start: float
     end: float
-
-
-class FamilyCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Groups of one family of tasks, trained on and dropped as too old, with their tokens."""
-
-    trained: int = 0
-    trained_tokens: int = 0
-    dropped: int = 0
-    dropped_tokens: int = 0
 
 
 class Step(_Event, tag="step", frozen=True, kw_only=True):
@@ -291,13 +283,26 @@ class Evaluated(_Event, tag="evaluated", frozen=True, kw_only=True):
     """Mean bytes of a version's delta since the evaluation before, if there is a controller."""
 
 
-class ServingMeasured(_Event, tag="serving_measured", frozen=True, kw_only=True):
-    """The version that serves, measured again on the sets of the release gate: ``correct`` of all
-    held-out problems and of each of the named ``sets``, as in `HeldoutScore`."""
+class ServingOpened(_Event, tag="serving_opened", frozen=True, kw_only=True):
+    """Stored before a second model opens at the ``version`` that serves: it may end the process."""
 
     written_by: ClassVar[frozenset[Role]] = frozenset({"evaluator"})
     at: float
     version: int
+
+
+class ServingMeasured(_Event, tag="serving_measured", frozen=True, kw_only=True):
+    """The version that serves, measured again on the sets of the release gate: ``correct`` of all
+    held-out problems and of each of the named ``sets``, as in `HeldoutScore`.
+
+    Only ``candidate`` is compared with it; -1 in events of earlier releases. ``failed`` says why
+    ``version`` cannot be measured, for any candidate; then there are no results."""
+
+    written_by: ClassVar[frozenset[Role]] = frozenset({"evaluator"})
+    at: float
+    version: int
+    candidate: int = -1
+    failed: str = ""
     seconds: float
     correct: CorrectShares = []
     sets: dict[str, CorrectShares] = {}
@@ -499,6 +504,7 @@ Event = (
     | Swapped
     | Generated
     | Evaluated
+    | ServingOpened
     | ServingMeasured
     | HeldoutLoss
     | WarmStep

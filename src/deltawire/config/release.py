@@ -105,10 +105,10 @@ class ReleaseConfig(Section, frozen=True, kw_only=True):
     """The evaluation gate: by how much each held-out accuracy may be below the serving version's;
     ``accuracy`` is that of the whole set, other names are named sets. Empty: no gate."""
     measure_again: bool = True
-    """The evaluator measures the version that serves again with each candidate, and the gate
+    """The evaluator measures the version that serves again for each candidate, and the gate
     compares both: its own results let it pass, so they are too good. Costs the sampled answers of
-    an evaluation once more, and a second model in the evaluator's memory. Without decisions in the
-    bucket it costs nothing."""
+    an evaluation once more, and a second model in the evaluator's memory, which ``deltawire plan``
+    does not count. Without decisions in the bucket it costs nothing."""
     gap: Annotated[float, Meta(gt=0, lt=1)] = 0.1
     """An alarm is raised once users are shown to see less of a candidate's held-out gain than this:
     its gain in the metric is smaller than that in held-out accuracy by more."""

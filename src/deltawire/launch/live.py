@@ -304,15 +304,19 @@ class Releaser:
         return self._with_second_results(dict(self._with_restores(scores)), now)
 
     def _with_second_results(self, scores: dict[int, Any], now: float) -> Scores:
-        """Add the newest results of the version that serves, or say that they are still to come."""
+        """Add the serving version's results for the candidate, or say that they are to come."""
         decision = self.log.newest
-        if decision is None or not self.release.measure_again:
+        if decision is None or decision.candidate is None or not self.release.measure_again:
             return scores
-        version, results = decision.serving.version, dict[str, list[float]]()
-        for event in events_of(self._bucket, "evaluator"):
-            if isinstance(event, ServingMeasured) and event.version == version:
-                results = {"accuracy": event.correct, **event.sets}
-        awaited = not results and self._evaluates(now)
+        version, candidate = decision.serving.version, decision.candidate.version
+        events = events_of(self._bucket, "evaluator")
+        measured = [event for event in events if isinstance(event, ServingMeasured)]
+        found = [event for event in measured if event.version == version]
+        # Events come in no order of time. A repeated measurement would be a second look.
+        own = [event for event in found if event.candidate == candidate and not event.failed]
+        first = min(own, key=lambda event: event.at, default=None)
+        results = {} if first is None else {"accuracy": first.correct, **first.sets}
+        awaited = not results and not any(one.failed for one in found) and self._evaluates(now)
         scores[version] = {
             name: replace(one, again=tuple(results.get(name, ())), awaited=awaited)
             for name, one in scores.get(version, {}).items()

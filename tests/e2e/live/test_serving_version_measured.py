@@ -52,9 +52,10 @@ def test_the_gate_compares_a_candidate_with_new_results_of_the_version_that_serv
     events = list(events_of(bucket, "evaluator"))
     assert [e.version for e in events if isinstance(e, Evaluated)] == [0, 1]
     again = [e for e in events if isinstance(e, ServingMeasured)]
-    assert [e.version for e in again] == [0, 0], "once with each evaluation"
+    assert [(e.version, e.candidate) for e in again] == [(0, 1)], "once for each candidate"
     assert all(len(e.correct) == PROBLEMS for e in again)
     assert held == [(0, read_manifest(bucket, run, 0).digest)], "one model, with its weights"
+    assert releaser.step(time.time()).verdict == "gate"
     scores = releaser._scores(time.time())
     assert scores[0]["accuracy"].again == tuple(again[-1].correct)
     assert scores[1]["accuracy"].again == ()

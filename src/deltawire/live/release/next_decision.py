@@ -45,6 +45,8 @@ from deltawire.wire.decisions import (
 FAILURES_IN_A_ROW = 3
 """After so many candidates that the evaluation gate stopped, learning pauses."""
 MOST_DOUBLINGS = 16
+COMPARED = "log_evidence_gate_"
+"""How the figures of a comparison at the evaluation gate begin; the set's name follows."""
 END_AFTER = 2
 """A canary ends at so many times ``max_outcomes``."""
 
@@ -219,6 +221,18 @@ class _Maker:
             evidence=dict(evidence),
         )
 
+    def beyond_gate(
+        self,
+        before: Decision,
+        release: ReleaseConfig,
+        reason: str,
+        evidence: Mapping[str, float],
+    ) -> Decision | None:
+        """Begin what follows the evaluation gate."""
+        if release.shadow:
+            return self.shadow(before, release.shadow_share, reason, evidence)
+        return self.canary(before, release.stages[0], reason, evidence)
+
     def hold_hidden(
         self, before: Decision, reason: str, waits_for: str, evidence: Mapping[str, float]
     ) -> Decision:
@@ -303,6 +317,13 @@ def _pass_gate(
         name = serving.words if serving.upstream else candidate.words
         reason = f"{name} is measured by users only: not compared on held-out sets"
         return make.canary(before, release.stages[0], reason, {})
+    if before.verdict == "hold" and any(key.startswith(COMPARED) for key in before.evidence):
+        # A second look would be a second chance to stop an equal candidate.
+        if situation.now < before.at + release.gate_wait_s:
+            return None
+        # A trainer that waits for this decision makes no newer version, so users decide.
+        reason = f"undecided at the evaluation gate for {release.gate_wait_s:g} s, and none newer"
+        return make.beyond_gate(before, release, reason, before.evidence)
     mine, theirs = (situation.scores.get(v.version, {}) for v in (candidate, serving))
     missing = sorted(name for name in release.gate if name not in mine or name not in theirs)
     if missing:
@@ -317,21 +338,15 @@ def _pass_gate(
     for one in findings:
         figures[f"candidate_{one.name}"] = one.candidate
         figures[f"serving_{one.name}"] = one.serving
-        figures[f"log_evidence_gate_{one.name}"] = one.log_evidence
+        figures[f"{COMPARED}{one.name}"] = one.log_evidence
     if failed := [one.words for one in findings if one.failed]:
         reason = f"evaluation gate: {'; '.join(failed)}"
         return make.stop_at_gate(before, release.pause_s, reason, figures)
     reason = "passed the evaluation gate" if release.gate else "no evaluation gate"
     if undecided := [one.words for one in findings if one.below]:
-        waited = before.verdict == "hold" and situation.now >= before.at + release.gate_wait_s
-        if not waited:
-            reason = f"evaluation gate, undecided: {'; '.join(undecided)}"
-            return make.hold(before, reason, figures)
-        # A trainer that waits for this decision makes no newer version, so users decide.
-        reason = f"undecided at the evaluation gate for {release.gate_wait_s:g} s, and none newer"
-    if release.shadow:
-        return make.shadow(before, release.shadow_share, reason, figures)
-    return make.canary(before, release.stages[0], reason, figures)
+        reason = f"evaluation gate, undecided: {'; '.join(undecided)}"
+        return make.hold_hidden(before, reason, "data", figures)
+    return make.beyond_gate(before, release, reason, figures)
 
 
 def _leave_shadow(

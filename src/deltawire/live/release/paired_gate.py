@@ -112,9 +112,8 @@ def _compared(
 
 
 def _paired(mine: Sequence[float], theirs: Sequence[float]) -> tuple[Array, Array]:
-    """Return the results of the problems that both answered; none if the sets differ."""
-    if len(mine) != len(theirs):
-        return np.zeros(0), np.zeros(0)
-    both = np.array([mine, theirs], np.float64).reshape(2, -1)
+    """Return the results of the problems that both answered. Results are of a set's first problems,
+    so the longer one is cut: evaluators of other releases keep another number of them."""
+    both = np.array(list(zip(mine, theirs, strict=False)), np.float64).reshape(-1, 2).T
     both = both[:, (both >= 0).all(axis=0)]
     return both[0], both[1]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from deltawire.events import FamilyCounts
+from deltawire.estimates import FamilyCounts
 from deltawire.rl.control.rollout_buffer import Batch
 
 MAX_FAMILIES = 64

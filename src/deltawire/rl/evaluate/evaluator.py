@@ -17,7 +17,7 @@ from deltawire.estimates import OffPolicyEstimate
 from deltawire.events import MOST_RESULTS, Controlled, Evaluated, HeldoutScore
 from deltawire.rl.budget.decision import BudgetHistory
 from deltawire.rl.evaluate.budget_curve import area_of, measure_budgets
-from deltawire.rl.evaluate.serving_scores import ServingScores
+from deltawire.rl.evaluate.serving_scores import ServingScores, results_kept
 from deltawire.rl.evaluate.setting_scores import measure_settings, published_bytes, shares_correct
 from deltawire.rl.rollout.episode import play_tasks
 from deltawire.rl.rollout.episode_types import Episode, EpisodeLimits
@@ -94,7 +94,7 @@ async def measure_all(
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[HeldoutScore, dict[str, HeldoutScore]]:
     """Measures the run's own held-out problems, and each named set."""
-    most = MOST_RESULTS // (1 + len(sets))
+    most = results_kept(len(sets))
     whole = await measure(served, config, progress, most_results=most)
     return whole, {
         name: await measure(served, config, progress, tasks=tasks, most_results=most)
@@ -305,7 +305,7 @@ class _HeldoutFollower:
             process.events.flush()
             process.heartbeat.count_finished()
             self._done.add(version)
-            self._serving.measure(with_candidate=True)
+            self._serving.measure(candidate=version)
         else:
             self._serving.measure()
         self.is_last = last

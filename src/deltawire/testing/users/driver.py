@@ -148,8 +148,8 @@ class UserDriver:
                     if requests is None and self._asking >= AT_ONCE:
                         self.result.counts["turned_away"] += 1
                         continue
-                    if requests is not None:
-                        self.result.counts["waited"] += self._asking >= PATIENT_AT_ONCE
+                    if requests is not None and self._asking >= PATIENT_AT_ONCE:
+                        self.result.counts["waited"] += 1
                         while self._asking >= PATIENT_AT_ONCE and not stopping():
                             await asyncio.sleep(ROOM_EVERY_S)
                         waited = max(waited, time.monotonic() - began - due)

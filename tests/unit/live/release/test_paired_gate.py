@@ -41,10 +41,13 @@ def test_a_drop_of_chance_is_undecided_and_a_shown_one_fails():
     assert not finding(score(theirs), shown).below
 
 
-def test_problems_that_failed_are_left_out_and_other_sets_are_compared_by_accuracy():
+def test_problems_that_failed_are_left_out_and_a_longer_result_is_cut():
     mine, theirs = score([1.0, -1.0, 0.0, 0.5]), score([1.0, 0.0, -1.0, 0.0])
     assert (finding(mine, theirs).problems, finding(mine, theirs).candidate) == (2, 0.75)
-    other = finding(score([0.0, 1.0]), score([1.0, 1.0, 1.0]))
+    for one, another in (([0.0, 1.0], [1.0, 1.0, 0.0]), ([0.0, 1.0, 1.0], [1.0, 1.0])):
+        other = finding(score(one), score(another))
+        assert (other.problems, other.candidate, other.serving) == (2, 0.5, 1.0)
+    other = finding(score([0.0, 1.0]), SetScore(0.9))
     assert (other.problems, other.failed) == (0, True)
     assert "by accuracies only" in other.words
     assert not finding(SetScore(0.49), SetScore(0.5)).failed
@@ -91,6 +94,47 @@ def test_an_undecided_candidate_goes_on_to_users_if_none_newer_comes():
         if decision is not None:
             assert log.append(decision)
     assert found == ["serve", "gate", "hold", None, "canary"]
+
+
+@pytest.mark.parametrize("later", [0.0, 1.0])
+def test_a_candidate_is_compared_once(later):
+    """Results that come after a comparison neither stop a held candidate nor let it pass."""
+    theirs = [1.0, 0.0] * 50
+    mine = {"accuracy": score([0.0] * 5 + theirs[5:])}
+    log, found = DecisionLog(open_bucket("memory://", create=True), "1" * 32), []
+    for now, serving in (
+        (1.0, score(theirs)),
+        (2.0, score(theirs)),
+        (3.0, score(theirs)),
+        (4.0, SetScore(0.5, tuple(theirs), again=(later,) * 100)),
+        (3.0 + RELEASE.gate_wait_s, SetScore(0.5, tuple(theirs), again=(later,) * 100)),
+    ):
+        scores = {3: {"accuracy": serving}, 5: mine}
+        situation = Situation(newest=OLD, scores=scores, candidate=NEW, now=now)
+        decision = decide_next(log, RELEASE, situation, by="g0")
+        found.append(decision.verdict if decision else None)
+        if decision is not None:
+            assert log.append(decision)
+    assert found == ["serve", "gate", "hold", None, "canary"]
+    assert log.newest.evidence["serving_accuracy"] == 0.5, "what it was compared with"
+
+
+def test_a_candidate_that_was_held_for_want_of_results_is_compared_once_they_come():
+    theirs = {"accuracy": score([1.0, 0.0] * 50)}
+    mine = {"accuracy": score([0.0] * 5 + [0.0, 1.0] + [1.0, 0.0] * 46 + [0.0])}
+    log, found = DecisionLog(open_bucket("memory://", create=True), "1" * 32), []
+    late = 2.0 + RELEASE.gate_wait_s
+    for now, scores in (
+        (1.0, {}), (2.0, {}), (late, {3: theirs}),
+        *[(late + more, {3: theirs, 5: mine}) for more in (1.0, 2.0, 1.0 + RELEASE.gate_wait_s)],
+    ):  # fmt: skip
+        situation = Situation(newest=OLD, scores=scores, candidate=NEW, now=now)
+        decision = decide_next(log, RELEASE, situation, by="g0")
+        found.append(decision.verdict if decision else None)
+        if decision is not None:
+            assert log.append(decision)
+    assert found == ["serve", "gate", "hold", "hold", None, "canary"]
+    assert "undecided: accuracy" in log.decisions[-2].reason
 
 
 def _fields(decision, **changed):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from deltawire.events import FamilyCounts
+from deltawire.estimates import FamilyCounts
 from deltawire.rl.control.drop_bias import (
     MAX_CAUSES,
     MAX_FAMILIES,

@@ -14,7 +14,8 @@ from deltawire.dashboard.forecast_view import plot_forecast
 from deltawire.dashboard.series import notes
 from deltawire.dashboard.state import RunState
 from deltawire.errors import InputError
-from deltawire.events import Evaluated, FamilyCounts, Step, encode_lines
+from deltawire.estimates import FamilyCounts
+from deltawire.events import Evaluated, Step, encode_lines
 from deltawire.rl.forecast import stop_rule
 from deltawire.rl.forecast.forecast import backtest_of, forecast_of, read_curve
 from deltawire.rl.forecast.sigmoid import CurvePrior, SigmoidFit

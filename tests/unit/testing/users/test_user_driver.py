@@ -94,6 +94,30 @@ def test_users_leave_where_there_is_no_place_or_wait_for_one(tmp_path, monkeypat
     assert waited.seconds > 0
 
 
+def test_a_late_wake_up_makes_no_later_user_later(monkeypatch):
+    """Users come every second; the first wakes up two and a half seconds late."""
+    clock, asked = SimpleNamespace(now=0.0, late=2.5), []
+
+    async def slept(seconds):
+        if seconds > 0:
+            clock.now, clock.late = clock.now + seconds + clock.late, 0.0
+        await asyncio.tasks.sleep(0)
+
+    async def asks(*_):
+        asked.append(clock.now)
+
+    stub = SimpleNamespace(**{**vars(asyncio), "sleep": slept})
+    monkeypatch.setattr(driver_module, "asyncio", stub)
+    monkeypatch.setattr(driver_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(UserDriver, "_user", asks)
+    population = Population(QUICK)
+    monkeypatch.setattr(population, "arrivals", lambda _: iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+    driver = UserDriver("http://127.0.0.1:1", TOKEN, population)
+    asyncio.run(driver.drive(rate=1.0, requests=5))
+    assert asked[0] == 3.5
+    assert driver.result.seconds == 5.0
+
+
 def test_a_wrong_url_is_refused():
     with pytest.raises(InputError, match="http"):
         UserDriver("127.0.0.1:1", "t", Population(QUICK))
