@@ -184,6 +184,8 @@ def test_what_is_no_object_of_an_answer_is_passed_over():
     assert one["message"] == {"role": "assistant", "content": ""}
     assert (two["index"], two["message"]["content"]) == (2, None)
     assert list(form.chunks({"choices": {"a": 1}})) == []
+    cut = form.whole({"choices": [{"message": {"content": "Hel"}, "finish_reason": "error"}]})
+    assert cut["choices"][0]["finish_reason"] == "length", "it is no whole answer"
     text = CommonForm(NAME, model="m", chat=False).whole({"choices": [{"text": "a", "x": 1}]})
     assert list(text["choices"][0].items()) == [
         ("index", 0), ("text", "a"), ("logprobs", None), ("finish_reason", "stop")
