@@ -136,16 +136,17 @@ class ServingScores:
             self._measure()
 
     def _measure(self) -> None:
-        decision, wanted = self._log.newest, [self._due]
+        decision, wanted = self._log.newest, []
         if decision is None or decision.serving.upstream:
             self._due = None
             return
         at_gate = decision.candidate if decision.verdict == "gate" else None
         if at_gate is not None and not at_gate.upstream:
-            wanted.insert(0, at_gate.version)
+            wanted.append(at_gate.version)
+        if self._due is not None and self._due > decision.serving.version:
+            wanted.append(self._due)
         for candidate in wanted:
-            if candidate is not None and candidate > decision.serving.version:
-                self._measure_for(candidate, decision.serving.version)
+            self._measure_for(candidate, decision.serving.version)
         self._due = None
 
     def _measure_for(self, candidate: int, version: int) -> None:

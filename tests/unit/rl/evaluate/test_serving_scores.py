@@ -78,6 +78,7 @@ class Measured:
     def another_life(self):
         own = {name: SimpleNamespace(heldout=lambda: ["a"] * 2) for name in (*self._sets, "unused")}
         self.process = Process(self.bucket, "evaluator", "evaluator", supervised=False)
+        self.process.heartbeat.progress("wait")
         return ServingScores(self.process, RUN, self._config, own)
 
     @property
@@ -127,6 +128,10 @@ def test_a_candidate_at_the_gate_that_was_evaluated_before_is_measured_for(monke
     run.scores.measure()
     run.scores.measure()
     assert run.pairs == [(0, 8), (4, 8)]
+    serve(run.log, "rollback", NEXT, candidate=NEW)
+    serve(run.log, "gate", NEXT, candidate=OLD)
+    run.scores.measure()
+    assert run.pairs[-1] == (8, 0), "the gate waits for any candidate, an older one too"
 
 
 def test_another_life_repeats_neither_measurements_nor_draws(monkeypatch):
