@@ -433,7 +433,7 @@ def test_a_run_reaches_what_the_machine_names(monkeypatch, tmp_path):
     for url in (
         *("https://tools.example/a", "https://tools.example/a/b", "http://127.0.0.1:8000/x"),
         *("https://other.example/mcp", "https://other.example/mcp?a=1", "https://q.example/a?k=1"),
-        "https://tools.example/a/%20",
+        *("https://tools.example/a/%20", "https://tools.example/a/%2520"),
     ):
         assert machine_policy().require_url(url, "task.tools") == url
     for url in (
