@@ -5,8 +5,8 @@ therefore decides what a run may ask of a worker on it, in a TOML file that the 
 variable ``DELTAWIRE_MACHINE_POLICY`` names, or in ``/etc/deltawire/policy.toml``::
 
     isolation = "process"              # the weakest isolation that a run may ask for
-    environments = ["workspace"]       # names of environments, and mcp for servers of tools that are
-                                       # commands; all that are built in, if left out
+    environments = ["workspace"]       # names of environments, and mcp for commands that serve
+                                       # tools; all that are built in, if left out
     trusted_modules = ["my_package"]   # modules that a run may name, with those of
                                        # DELTAWIRE_TRUSTED_MODULES
     snapshot_dir = "/mnt/nvme"         # a folder on a local disk, for trainers that offload what
