@@ -28,6 +28,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -46,6 +47,8 @@ from deltawire.errors import InputError
 
 MAX_MESSAGES = 64
 """The most messages of one observation."""
+END_S = 2.0
+"""Seconds that killed processes of an episode have to end."""
 _SEEDS = 1 << 31
 _ROLES = ("system", "user", "assistant", "tool")
 _KEPT = ("PATH", "PYTHONPATH", "PYTHONHASHSEED", "LANG", "LC_ALL", "TMPDIR")
@@ -191,6 +194,10 @@ class TextGymEpisode(Environment):
         finally:
             process._transport.close()  # type: ignore[attr-defined]
         await process.wait()
+        # One that was killed with it may take a moment, and must not count as left behind.
+        deadline = time.monotonic() + END_S
+        while _lives(process.pid) and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
 
     def solved(self, total_reward: float) -> bool:
         """Returns whether the reward reaches ``solved_at``."""
@@ -226,6 +233,17 @@ class TextGymEpisode(Environment):
             raise TextGymError(f"done is {str(done)[:40]!r}")
         number = 0.0 if reward is None else _number(reward, "reward")
         return Turn(_messages(answer.get("said")), number, done)
+
+
+def _lives(group: int) -> bool:
+    """Returns whether a process of this group is alive, as far as ``/proc`` shows it."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # After the name in brackets: state, parent, group.
+            state, _, of = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state not in "ZX":
+                return True
+    return False
 
 
 def options_of(config: TaskConfig) -> TextGymOptions:
