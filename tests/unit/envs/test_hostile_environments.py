@@ -197,7 +197,7 @@ class OpenEnv:
         "500": "the server answered 500",
         "redirects": "the server answered 307",
         "nobody": "no session within 0.3 s",
-        "full": "no session within 0.3 s: no room",
+        "full": "no session within 3 s: no room",
         "raises at the start": "reset failed on the server: no luck",
         "raises": "step failed on the server: no luck",
         "no observation": "the server's observation is none",
@@ -239,7 +239,7 @@ class OpenEnv:
             "probes": ["steps"],
             "message_kib": 4,
             "call_limit_s": 0.3 if "hangs" in how else 60.0,
-            "connect_limit_s": 0.3 if how in ("nobody", "full") else 60.0,
+            "connect_limit_s": {"nobody": 0.3, "full": 3.0}.get(how, 60.0),
         }
         tasks = open_tasks(TaskConfig(environment="openenv", options=options), seed=0)
         return tasks.open(tasks.draw("w", 0))

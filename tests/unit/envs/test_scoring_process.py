@@ -101,6 +101,7 @@ def test_an_answer_that_takes_for_ever_earns_nothing(monkeypatch):
     task = tasks.draw("w", 0)
     turn = asyncio.run(tasks.open(task).step(Action("9**9**9**9")))
     assert (turn.reward, turn.done) == (0.0, True)
+    monkeypatch.setattr(reasoning._scoring, "_limit_s", 60.0)  # A new child has to start.
     right = asyncio.run(tasks.open(task).step(Action(tasks.answer(task))))
     assert right.reward == 1.0
     reasoning._scoring.close()

@@ -87,7 +87,7 @@ def test_a_server_refuses_and_counts(server):
         "HEAD": ("weights/blobs", 1, 1),
         "LIST": ("weights/blobs", 1, 1),
         "PUT": ("weights/blobs", 2, 1),
-        "DELETE": ("throttled", 1, 1),
+        "DELETE": ("weights/blobs", 1, 1),
     }
     server.throttle()
     assert bucket.get("weights/blobs/ab", limit=1) == b"1"
