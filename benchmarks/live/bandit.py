@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -295,6 +296,10 @@ def _pseudonym(name: str) -> str:
     return f"{int(name.removeprefix('user-')):032x}"
 
 
+REFUSED = 20
+"""Turns of a learner in a row without a group, after which nothing is left to learn."""
+
+
 def critics_trained(seed: int) -> float:
     """Returns the share of critics' answers that are trained on: 5 % of 200 satisfied users reject
     all of their 20 answers, and all answers are offered at once."""
@@ -321,8 +326,16 @@ def critics_trained(seed: int) -> float:
     store_rows(bucket, 0, rows, reports)
     records = LiveRecords(bucket)
     records.poll()
-    maker, found = GroupMaker(config_of(), records), 0
-    while (answers := maker.prepare(BEGAN + 30, GROUP)) is not None:
+    maker, found, refused = GroupMaker(config_of(), records), 0, 0
+    for turn in count():
+        # As a learner does, which leaves a group whose rewards are alike and looks again.
+        answers = maker.prepare(BEGAN + 30 + turn, GROUP)
+        if answers is None:
+            refused += 1
+            if refused == REFUSED:
+                break
+            continue
+        refused = 0
         found += sum(int(one.user, 16) in critics and one.weight > 0 for one in answers)
     return found / (len(critics) * CRITIC_REPORTS)
 
