@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from deltawire import codec
-from deltawire.attest.combining import HeldPart, combined, described, total_of
+from deltawire.attest.combining import HeldPart, Ranks, combined, described, total_of
 from deltawire.attest.statement import Digests, TensorDigest
 from deltawire.codec import Digest
 from deltawire.errors import InputError
@@ -62,23 +62,22 @@ def digests(
         if dtype or merged:
             raise InputError("a folder's tensors are digested as they are stored")
         return total_of(digest_lazy(one) for one in safetensors_of(Path(model)))
-    mapping = not hasattr(model, "named_parameters")
+    arrays = isinstance(model, Mapping) and not any(hasattr(one, "detach") for one in model.values())
     # A rank that holds nothing, such as a filtered stage of a pipeline, takes part all the same.
-    if mapping and not (isinstance(model, Mapping) and not model and _has_ranks(group)):
-        check_mapping(model)
-        if not any(hasattr(one, "detach") for one in model.values()):
-            return _of_arrays(model, dtype)
-    # Only now: the caller has tensors of torch.
-    from deltawire.attest.torch_tensors import held_parts, torch_ranks
-
-    ranks = torch_ranks(group)
+    if arrays and (model or _ranks_of(group) is None):
+        return _of_arrays(model, dtype)
     held: Sequence[HeldPart] | Exception
     aliases: dict[str, str] = {}
     try:
+        if not hasattr(model, "named_parameters"):
+            check_mapping(model)
+        # Only now: the caller has tensors of torch.
+        from deltawire.attest.torch_tensors import held_parts
+
         held, aliases = held_parts(model, dtype=dtype, merged=merged)
     except Exception as error:
         held = error  # The other ranks wait for what this one holds: they are told.
-    return combined(held, ranks, aliases=aliases)
+    return combined(held, _ranks_of(group), aliases=aliases)
 
 
 def _exported(model: Any, dtype: str | None, group: Any, bridge: Any) -> Digests:
@@ -118,14 +117,15 @@ def digests_of_stream(stream: Iterable[tuple[str, Any]], *, dtype: str | None = 
     return total_of(found, aliases=aliases)
 
 
-def _has_ranks(group: Any) -> bool:
-    """Returns whether this process is one of several of torch's, without importing it."""
+def _ranks_of(group: Any) -> Ranks | None:
+    """Returns the ranks of torch that this process is one of; None without others. Does not import
+    torch."""
     if "torch" not in sys.modules:
-        return False
+        return None
     from deltawire.attest.torch_tensors import torch_ranks
 
     ranks = torch_ranks(group)
-    return ranks is not None and ranks.count > 1
+    return ranks if ranks is not None and ranks.count > 1 else None
 
 
 def _of_arrays(tensors: Mapping[str, Any], dtype: str | None) -> Digests:

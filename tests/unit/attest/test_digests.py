@@ -1,6 +1,7 @@
 """Digests of arrays, folders, modules and adapters, and the file that states them."""
 
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
@@ -347,6 +348,25 @@ def test_a_rank_that_holds_nothing_takes_part(monkeypatch):
     weights = {"model.norm": torch.ones(4)}
     found = with_ranks(monkeypatch, lambda rank: attest.digests({} if rank else weights))
     assert [one.digest for one in found] == [attest.digests(weights).digest] * 2
+
+
+def test_a_rank_that_gives_no_mapping_ends_all(monkeypatch):
+    weights = {"model.norm": torch.ones(4)}
+    found = with_ranks(monkeypatch, lambda rank: attest.digests([1] if rank else weights))
+    assert "rank 1: InputError: tensors is a list" in str(found[0])
+    assert "tensors is a list" in str(found[1])
+
+
+def test_a_test_of_ranks_fails_at_once_if_one_ends_while_others_wait():
+    def work(ranks):
+        if not ranks.number:
+            ranks.gather(b"")
+        return ranks.number
+
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match="has ended"):
+        on_ranks(work, 2)
+    assert time.monotonic() - began < 30
 
 
 def test_an_export_that_does_not_begin_on_one_rank_ends_all(monkeypatch):
