@@ -14,8 +14,8 @@ from deltawire.attest.engine import compare_engine
 from deltawire.attest.sides import Side
 from deltawire.attest.verdicts import WeightReport, compare
 from deltawire.codec import Bits
+from deltawire.engines.live_digests import answer_of
 from deltawire.engines.live_parts import AttestRequest
-from deltawire.engines.vllm.attesting import answer_of
 from deltawire.placement.elements import CARRIER, array_of
 
 Weights = dict[str, Tensor]

@@ -50,6 +50,17 @@ def test_a_dense_model_follows_its_run(sglang_python):
     run_tests(sglang_python, FOLLOW, "--versions", "50")
 
 
+@pytest.mark.long
+def test_weights_that_sglang_loads_itself_are_attested(sglang_python):
+    run_tests(sglang_python, "test_attest_only.py")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_weights_that_two_ranks_of_sglang_load_are_attested(sglang_python, family):
+    run_tests(sglang_python, "test_attest_only.py", "--tensor-parallel", "2", "--family", family)
+
+
 @pytest.mark.matrix
 def test_a_run_is_followed_under_the_overlapped_schedule(sglang_python):
     run_tests(sglang_python, FOLLOW, "--versions", "20", "--overlap")

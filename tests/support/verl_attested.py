@@ -15,8 +15,8 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from benchmarks.attest.engines import drawn, fleet, load, stepped
+from deltawire.engines.live_digests import answer_of
 from deltawire.engines.live_parts import METHOD
-from deltawire.engines.vllm.attesting import answer_of
 
 
 class Export:

@@ -62,7 +62,9 @@ def digests(
         if dtype or merged:
             raise InputError("a folder's tensors are digested as they are stored")
         return total_of(digest_lazy(one) for one in safetensors_of(Path(model)))
-    arrays = isinstance(model, Mapping) and not any(hasattr(one, "detach") for one in model.values())
+    arrays = isinstance(model, Mapping) and not any(
+        hasattr(one, "detach") for one in model.values()
+    )
     # A rank that holds nothing, such as a filtered stage of a pipeline, takes part all the same.
     if arrays and (model or _ranks_of(group) is None):
         return _of_arrays(model, dtype)

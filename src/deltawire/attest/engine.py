@@ -1,11 +1,11 @@
-"""Asks a vLLM server what its ranks hold, and compares each part on each rank with a reference."""
+"""Asks a server of vLLM or SGLang what its ranks hold, and compares each part with a reference."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from deltawire.attest.causes import Cause, Known, name_cause
 from deltawire.attest.combining import described, total_of
 from deltawire.attest.places import Place
-from deltawire.attest.requests import send
+from deltawire.attest.requests import RefusedError, send
 from deltawire.attest.sides import Side
 from deltawire.attest.verdicts import TensorVerdict, WeightReport, report_of
 from deltawire.codec import Digest
@@ -24,6 +24,10 @@ from deltawire.wire.run import TensorSpec
 
 MAX_ANSWER_BYTES = 256 << 20
 
+NOT_FOUND = 404
+
+T = TypeVar("T")
+
 LOOKS = 5
 PAUSE_S = 0.5
 """Seconds between two looks at weights that are not equal."""
@@ -31,6 +35,9 @@ PAUSE_S = 0.5
 HINT = (
     "start vLLM with DELTAWIRE_ATTEST=1 and VLLM_SERVER_DEV_MODE=1, with deltawire installed there"
 )
+HINT_SGLANG = "start SGLang with DELTAWIRE_ATTEST=1, with deltawire installed there"
+BETWEEN = " | "
+"""What lies between the messages of SGLang's data-parallel ranks."""
 
 
 IMPOSSIBLE = "its live bits are none that a published value gives"
@@ -56,21 +63,50 @@ def ask_engine(url: str, reference: Side, *, token: str = "") -> list[RankParts]
     Raises `InputError` for a server that does not attest, or on which a rank fails, `CorruptError`
     for an answer that cannot be read.
     """
-    body = json.dumps({"method": METHOD, "args": [request_of(reference)]})
-    data = send(
-        f"{url.rstrip('/')}/collective_rpc",
-        limit=MAX_ANSWER_BYTES,
-        token=token,
-        body=body.encode(),
-        hint=HINT,
-    )
+    url = url.rstrip("/")
+    asked = request_of(reference)
     try:
-        found = msgspec.json.decode(data, type=prepared(EngineParts)).results
+        body = {"method": METHOD, "args": [asked]}
+        data = _sent(f"{url}/collective_rpc", body, token, HINT)
+    except RefusedError as error:
+        if error.status != NOT_FOUND:
+            raise
+        return _ask_sglang(url, asked, token, error)
+    return _without_failures(_decoded(data, EngineParts, url, HINT).results, url)
+
+
+def _ask_sglang(url: str, asked: str, token: str, missing: RefusedError) -> list[RankParts]:
+    """Asks a server that has no ``/collective_rpc``, as vLLM's have; raises ``missing`` if it has
+    no ``/weights_checker`` either."""
+    try:
+        data = _sent(f"{url}/weights_checker", {"action": f"{METHOD} {asked}"}, token, HINT_SGLANG)
+    except RefusedError as error:
+        raise missing if error.status == NOT_FOUND else error from None
+    found: list[RankParts] = []
+    for text in _decoded(data, _Checked, url, HINT_SGLANG).message.split(BETWEEN):
+        found += _decoded(text.encode(), EngineParts, url, HINT_SGLANG).results
+    ranks = [msgspec.structs.replace(one, rank=rank) for rank, one in enumerate(found)]
+    return _without_failures(ranks, url)
+
+
+class _Checked(msgspec.Struct):
+    """The answer of SGLang: `EngineParts` in JSON, or several of them with `BETWEEN`."""
+
+    message: str
+
+
+def _sent(url: str, body: dict[str, Any], token: str, hint: str) -> bytes:
+    data = json.dumps(body).encode()
+    return send(url, limit=MAX_ANSWER_BYTES, token=token, body=data, hint=hint)
+
+
+def _decoded(data: bytes, kind: type[T], url: str, hint: str) -> T:
+    try:
+        return msgspec.json.decode(data, type=prepared(kind))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(
-            f"the answer of {url} cannot be read: {str(error)[:200]}", hint=HINT
+            f"the answer of {url} cannot be read: {str(error)[:200]}", hint=hint
         ) from error
-    return _without_failures(found, url)
 
 
 def request_of(reference: Side) -> str:

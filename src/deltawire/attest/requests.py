@@ -15,6 +15,12 @@ TEMPORARY = frozenset({408, 425, 429, 502, 503, 504})
 """Status codes of a server that may answer later."""
 
 
+class RefusedError(InputError):
+    """A server refuses, with this ``status``."""
+
+    status = 0
+
+
 def is_http(location: object) -> TypeGuard[str]:
     """Returns whether a location is the address of an HTTP server."""
     return isinstance(location, str) and location.lower().startswith(("http://", "https://"))
@@ -33,8 +39,8 @@ def send(
     ``limit`` bytes. ``token`` is a bearer token, ``hint`` what to do if the server does not know
     the call.
 
-    Raises `InputError` for another scheme, or if the server refuses or answers more; `RetryError`
-    if it does not answer, or refuses for the moment (`TEMPORARY`).
+    Raises `InputError` for another scheme, or if the server answers more, `RefusedError` if it
+    refuses; `RetryError` if it does not answer, or refuses for the moment (`TEMPORARY`).
     """
     if not is_http(url):
         raise InputError(
@@ -49,14 +55,17 @@ def send(
         with urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S) as answer:  # noqa: S310
             data: bytes = answer.read(limit + 1)
     except urllib.error.HTTPError as error:
+        error.close()
         if error.code in TEMPORARY:
             raise RetryError(f"{url} refuses for the moment: it answers {error.code}") from error
-        raise InputError(
+        refused = RefusedError(
             f"{url} answers {error.code}",
             hint="is it the right token?"
             if error.code in (401, 403)
             else hint or "is it the right address, and the right token?",
-        ) from error
+        )
+        refused.status = error.code
+        raise refused from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise RetryError(f"{url} does not answer: {reason}") from error

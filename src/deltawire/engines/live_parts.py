@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import msgspec
@@ -10,7 +11,12 @@ from msgspec import Meta
 from deltawire.wire.run import MAX_ELEMENTS, MAX_TENSORS, Name, TensorSpec
 
 METHOD = "deltawire_live_digests"
-"""The method of vLLM's workers that `AttestRequest` is sent to, over ``/collective_rpc``."""
+"""The method of vLLM's workers that `AttestRequest` is sent to, over ``/collective_rpc``; before a
+request, the action of SGLang's ``/weights_checker``."""
+
+ATTEST = "DELTAWIRE_ATTEST"
+"""The variable that has all engines of a process answer: a framework that sets its own worker
+extension leaves no other way."""
 
 MAX_PARTS = 1 << 20
 
@@ -73,3 +79,8 @@ class EngineParts(msgspec.Struct, frozen=True):
     """The answer of vLLM: one of each rank."""
 
     results: Annotated[list[RankParts], Meta(min_length=1, max_length=1 << 14)]
+
+
+def attests_here() -> bool:
+    """Returns whether `ATTEST` is set to anything but 0."""
+    return os.environ.get(ATTEST, "0") not in ("", "0")

@@ -26,8 +26,9 @@ from deltawire.cli import attest
 from deltawire.cli.main import main
 from deltawire.engines.following import parameter_sums as sums
 from deltawire.engines.following.parameter_sums import parameter_sums, record_changes
+from deltawire.engines.live_digests import answer_of
 from deltawire.engines.live_parts import METHOD, AttestRequest, EngineParts
-from deltawire.engines.vllm.attesting import AttestWorker, OnInstances, answer_of
+from deltawire.engines.vllm.attesting import AttestWorker, OnInstances
 from deltawire.errors import CorruptError, InputError, RetryError
 
 KINDS = {"dense": {}, "untied": {"tied": False}, "experts": {"experts": True},

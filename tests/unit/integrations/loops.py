@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from benchmarks.attest.engines import drawn, fleet, load
+from deltawire.engines.live_digests import answer_of
 from deltawire.engines.live_parts import METHOD
-from deltawire.engines.vllm.attesting import answer_of
 
 
 class Policy(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Runs SGLang as an engine whose weights follow a run while it serves.
+"""Runs SGLang as an engine whose weights follow a run while it serves, or are only attested.
 
 Two sides share this folder. In SGLang's processes, loaded as a plugin: `hooks`, `rank_controller`
 (in each rank's scheduler), `http_calls` (in the process that serves HTTP) and their dependencies.

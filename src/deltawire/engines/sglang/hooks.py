@@ -84,8 +84,8 @@ def require_applied(registry: Any, targets: list[str], *, version: str) -> None:
         original()
         if missing := [target for target in targets if target not in registry._patched]:
             raise SystemExit(
-                f"deltawire cannot follow a run with SGLang {version}: it has no {missing[0]} to "
-                "hook into. Versions 0.5.21 and 0.5.23 are known to have"
+                f"deltawire does not fit SGLang {version}, which has no {missing[0]} to hook into. "
+                "Versions 0.5.21 and 0.5.23 are known to have"
             )
 
     registry.apply_hooks = apply_hooks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deltawire.engines.vllm.settings import attests_here
+from deltawire.engines.live_parts import attests_here
 
 BACKEND = "deltawire"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from deltawire.engines.following.settings import FollowSettings, parse
+from deltawire.engines.live_parts import attests_here
 
 SECTION = "deltawire"
 """The member of vLLM's ``additional_config`` that holds the settings."""
@@ -23,16 +23,6 @@ def settings_of(vllm_config: Any) -> FollowSettings | None:
 
 ATTESTS = "deltawire.engines.vllm.attesting."
 """The module whose worker extension reads weights and never writes them."""
-
-
-ATTEST = "DELTAWIRE_ATTEST"
-"""The variable that adds `attesting.AttestWorker` to all engines of a process: a framework that
-sets its own worker extension leaves no other way."""
-
-
-def attests_here() -> bool:
-    """Returns whether `ATTEST` is set to anything but 0."""
-    return os.environ.get(ATTEST, "0") not in ("", "0")
 
 
 def only_attests(vllm_config: Any) -> bool:
