@@ -93,6 +93,11 @@ def test_a_server_that_others_update_is_attested_over_http(vllm_python, family, 
     run_tests(vllm_python, file, "--family", family, "--tensor-parallel", ranks)
 
 
+@pytest.mark.matrix
+def test_an_endpoint_is_attested_by_its_log_probabilities(vllm_python):
+    run_tests(vllm_python, "test_black_box.py")
+
+
 def test_vllm_serve_is_moved_by_its_own_calls(vllm_python):
     run_tests(vllm_python, "test_served_over_http.py", "-k", "own_calls")
 

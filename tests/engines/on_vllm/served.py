@@ -26,7 +26,7 @@ def adapter_arguments(run):
 class Server:
     """A ``vllm serve`` process on loopback, as a context manager."""
 
-    def __init__(self, model, log, *arguments):
+    def __init__(self, model, log, *arguments, tokenizer=False):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -36,7 +36,8 @@ class Server:
         self.process = subprocess.Popen(
             [
                 sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-                "--host", "127.0.0.1", "--port", str(self.port), "--skip-tokenizer-init",
+                "--host", "127.0.0.1", "--port", str(self.port),
+                *([] if tokenizer else ["--skip-tokenizer-init"]),
                 "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256",
                 "--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--seed", "0",
                 "--max-num-seqs", "16", "--enable-scale-out", *arguments,
