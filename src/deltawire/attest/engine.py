@@ -37,7 +37,7 @@ HINT = (
 )
 HINT_SGLANG = "start SGLang with DELTAWIRE_ATTEST=1, with deltawire installed there"
 BETWEEN = " | "
-"""What lies between the messages of SGLang's data-parallel ranks."""
+"""The text between the messages of SGLang's data-parallel ranks."""
 
 
 IMPOSSIBLE = "its live bits are none that a published value gives"

@@ -99,9 +99,9 @@ class BlackBox:
         """Returns a model's folder as it is, and a version of a run with its number."""
         if (Path(text) / "config.json").is_file():
             return text
-        if any(Path(text).glob("*.safetensors")):
+        if any(Path(text).glob("*.safetensors")) or text.endswith(".json"):
             raise InputError(
-                f"{text} has no config.json",
+                f"{text} is no model directory: it has no config.json",
                 hint="scores need a model directory, or a version of a run",
             )
         _, _, version = open_version(text, self._trust)
