@@ -23,7 +23,9 @@ from __future__ import annotations
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +164,13 @@ def version(rate: float) -> tuple[Any, float]:
     """Returns the float32 model after a step of one learning rate, and the share of its weights
     that changed."""
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    return model, stepped(model, policy_gradient(model), rate) if rate else 0.0
+    return model, stepped(model, gradient_signs(), rate) if rate else 0.0
+
+
+@cache
+def gradient_signs() -> dict[str, torch.Tensor]:
+    """Returns the direction of all steps, int8 by name."""
+    return policy_gradient(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32))
 
 
 def store(path: Path, array: Floats) -> None:
@@ -178,9 +186,35 @@ def rounded_pass(attention: str, together: int) -> Callable[[Any, NDArray[np.int
     def run(model: Any, tokens: NDArray[np.int64]) -> Floats:
         model = model.bfloat16()
         model.set_attn_implementation(attention)
-        return score(model, tokens, together)
+        with float32_products(model):
+            return score(model, tokens, together)
 
     return run
+
+
+@contextmanager
+def float32_products(model: Any) -> Iterator[None]:
+    """Has the linear layers of a model in bf16 multiply in float32 and round each result once.
+
+    That is what kernels for bf16 compute, which add up in float32. Torch's own on a processor
+    without bf16 arithmetic take four times as long; both differ from the product in float64 in as
+    few elements (`tests/unit/benchmarks/test_bench_blackbox.py`).
+    """
+    linears = [one for one in model.modules() if isinstance(one, torch.nn.Linear)]
+    for one in linears:
+        one.__dict__["forward"] = partial(_rounded_product, one.weight.float(), one.bias)
+    try:
+        yield
+    finally:
+        for one in linears:
+            del one.__dict__["forward"]
+
+
+def _rounded_product(
+    weight: torch.Tensor, bias: torch.Tensor | None, given: torch.Tensor
+) -> torch.Tensor:
+    wide = None if bias is None else bias.float()
+    return torch.nn.functional.linear(given.float(), weight, wide).bfloat16()
 
 
 def scores_of_vllm(
@@ -207,9 +241,7 @@ def policy_gradient(model: Any) -> dict[str, torch.Tensor]:
     logits = model(input_ids=tokens[:, :-1]).logits.log_softmax(-1)
     chosen = logits.gather(2, tokens[:, 1:, None])[..., 0]
     (chosen.mean(1) * advantages).mean().backward()
-    found = {name: held.grad.sign() for name, held in model.named_parameters()}
-    model.zero_grad()
-    return found
+    return {name: held.grad.sign().to(torch.int8) for name, held in model.named_parameters()}
 
 
 @torch.no_grad()

@@ -1,0 +1,42 @@
+"""The passes in bf16 of ``deltawire bench attest`` against torch's own kernels."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.attest.blackbox import PASSES, float32_products, score
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_rounded_as_torch_s_kernel_rounds_it(bias):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(576, 1536, bias=bias).bfloat16()
+    given = torch.randn(64, 576).bfloat16()
+    exact = torch.nn.functional.linear(
+        given.double(), layer.weight.double(), layer.bias.double() if bias else None
+    ).bfloat16()
+    with torch.no_grad():
+        slow = layer(given)
+        with float32_products(layer):
+            fast = layer(given)
+        assert torch.equal(layer(given), slow), "the layer computes as before"
+    for found in (slow, fast):
+        assert (found != exact).float().mean() < 1e-3
+    # Without the rounding, or with another one, most elements would differ.
+    assert (fast.float() != layer.float()(given.float())).float().mean() > 0.9
+
+
+def test_the_noise_of_a_pass_is_that_of_torch_s_kernels():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=192, intermediate_size=512, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).bfloat16().float().eval()
+    tokens = np.random.default_rng(0).integers(0, 512, (16, 33))
+    exact = PASSES["exact"](model, tokens)
+    fast = np.abs(PASSES["eager"](model, tokens) - exact).mean()
+    slow = np.abs(score(model, tokens, 16) - exact).mean()
+    assert slow > 0.01
+    assert fast == pytest.approx(slow, rel=0.1)
