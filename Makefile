@@ -24,7 +24,7 @@ BIN := .venv/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.?pp)
 # A file's tests share servers and models, so a file stays in one process.
 # Tests that start processes wait a third of their time, so two cores keep three of them busy.
-PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --dist loadfile --no-loadscope-reorder --strict-skips
+PYTEST := $(BIN)/python -m pytest -n $(or $(JOBS),3) --strict-skips
 
 # Not $(MAKE) itself, so that `make -n test` runs nothing.
 LINT = $(MAKE) --no-print-directory lint
@@ -58,12 +58,10 @@ live: setup
 	@$(BIN)/deltawire simulate examples/live.toml --requests 10000 --out runs/live
 
 # mypy keeps one core busy, and tests wait at times: both run at once, and lint speaks at the end.
-# One process compiles the modules of tests meanwhile; each worker would. A shell's background job
-# ignores Ctrl-C, so lint is ended then.
+# A shell's background job ignores Ctrl-C, so lint is ended then.
 test: setup
 	@mkdir -p build; $(LINT) >build/lint.log 2>&1 & lint=$$!; \
 		trap 'kill $$lint; exit 130' INT TERM; \
-		$(BIN)/python -m pytest --collect-only -q -n 0 >/dev/null 2>&1; \
 		$(PYTEST); tested=$$?; \
 		wait $$lint; linted=$$?; cat build/lint.log; exit $$((tested + linted))
 

@@ -129,7 +129,7 @@ def main() -> int:
     direct = [one for extra in ("core", "rl", "dev") for one in extras()[extra]]
     install(direct)
     REPORT.unlink(missing_ok=True)
-    command = [PYTHON, "-m", "pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
+    command = [PYTHON, "-m", "pytest", "-n", "3"]
     command += [f"--junitxml={REPORT}", *arguments.tests]
     environment = {**os.environ, "DELTAWIRE_NEWEST": "1"}
     status = subprocess.run(command, cwd=ROOT, env=environment).returncode  # noqa: PLW1510, S603

@@ -47,6 +47,7 @@ if importlib.util.find_spec("vllm") is None:
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="deltawire-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
+pytest_plugins = ["forks", "processor_time"]
 ROOT = Path(__file__).parent
 SKIPS = ROOT / "skips.toml"
 SLOW_FIRST = (
@@ -138,16 +139,6 @@ def pytest_collection_modifyitems(items):
         return min((order[name] for name in order if path.startswith(name)), default=len(order))
 
     items.sort(key=place)
-
-
-@pytest.hookimpl(optionalhook=True)  # Without xdist there is no such hook.
-def pytest_xdist_make_scheduler(config, log):
-    """Gives each process whole files, but the tests of long files that share nothing one by one."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from files_apart import FilesApart
-
-    return FilesApart(config, log)
 
 
 def pytest_generate_tests(metafunc):
