@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 
 from deltawire import codec
+from deltawire.launch.branches.forking import fork_run
 from deltawire.store import open_bucket
-from deltawire.sync import Publisher, create_run, prune, read_manifest
+from deltawire.sync import Publisher, create_run, prune, read_manifest, read_run
 from deltawire.sync.chain.payloads import store_payload
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import empty_mirror
@@ -207,8 +208,28 @@ def directory(folder):
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 
+def fork(folder):
+    """A fork that names the piece tables of the run above, and a fork of that fork."""
+    bucket, run = begin(folder, SMALL, small(0), chunk=50)
+    publisher = Publisher(
+        bucket, run, empty_mirror(run), epoch=1, anchor_every=4, compaction_strides=(),
+        blob_bytes=200,
+    )  # fmt: skip
+    publish(folder, publisher, VERSIONS, small)
+    first = open_bucket(fork_run(bucket, run, 6, "one").url)
+    below = read_run(first)
+    publisher = Publisher(
+        first, below, load_mirror(first, below), epoch=2, anchor_every=0, compaction_strides=()
+    )
+    publisher.publish(small(7))
+    publisher.close()
+    second = fork_run(first, below, 7, "two")
+    for place in (first, open_bucket(second.url)):
+        place.delete(keys.CLOCK)
+
+
 def main(root):
-    for make in (signed, unsigned, unknown_codec, directory, codes):
+    for make in (signed, unsigned, unknown_codec, directory, codes, fork):
         folder = Path(root, f"format-1-{make.__name__.replace('_', '-')}")
         if folder.exists():
             continue

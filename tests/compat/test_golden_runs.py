@@ -11,6 +11,7 @@ from deltawire.errors import CorruptError
 from deltawire.store import open_bucket
 from deltawire.sync import (
     Subscriber,
+    committed_versions,
     load_mirror,
     newest_version,
     read_manifest,
@@ -47,14 +48,14 @@ def assert_bits(mirror, hashes):
     assert {n: hashlib.sha256(b.tobytes()).hexdigest() for n, b in mirror.tensors.items()} == hashes
 
 
-def plain_reader(name):
-    folder = GOLDEN / name / "bucket"
+def plain_reader(name, below="", above=None):
+    folder = GOLDEN / name / "bucket" / below
 
     def get(key):
         path = folder / key
         return path.read_bytes() if path.is_file() else None
 
-    return Reader(get, verify=verify)
+    return Reader(get, verify=verify, above=above)
 
 
 def assert_plain(reader, version, hashes):
@@ -65,7 +66,9 @@ def assert_plain(reader, version, hashes):
         assert hashlib.sha256(data).hexdigest() == hashes[name], name
 
 
-@pytest.mark.parametrize("kind", ["signed", "unsigned", "unknown-codec", "directory", "codes"])
+@pytest.mark.parametrize(
+    "kind", ["signed", "unsigned", "unknown-codec", "directory", "codes", "fork"]
+)
 def test_there_is_one_of_today(kind):
     assert (GOLDEN / f"format-{FORMAT}-{kind}").is_dir()
 
@@ -204,3 +207,21 @@ def test_directories_come_out_byte_for_byte(name, tmp_path):
             checkout.bring_to(version)
             found = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
             assert {n: hashlib.sha256(d).hexdigest() for n, d in found.items()} == hashes
+
+
+@every("fork")
+def test_a_fork_reads_the_tables_of_the_run_above(name):
+    bucket, expected = golden(name)
+    reader = plain_reader(name)
+    for below, newest in (("forks/one", 6), ("forks/one/forks/two", 7)):
+        reader = plain_reader(name, below, above=reader)
+        place = open_bucket(f"{bucket.url}/{below}")
+        run, versions = read_run(place), committed_versions(place)
+        assert versions[-1] == 7
+        for version in versions:
+            assert_bits(load_mirror(place, run, at=version), expected[version])
+            assert_plain(reader, version, expected[version])
+            stated = read_manifest(place, run, version).payloads
+            assert {ref.codec for ref in stated} == {"dw1-fork" if version <= newest else "dw1"}
+            held = [place.exists(keys.blob(ref.table.blob)) for ref in stated if ref.table.blob]
+            assert not any(held)

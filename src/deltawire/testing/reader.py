@@ -17,6 +17,7 @@ Example::
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from base64 import b64decode
@@ -47,6 +48,7 @@ SMALL_ORDER = {
 MASK64 = (1 << 64) - 1
 LOW32 = (1 << 32) - 1
 CODEC = "dw1"
+FORK_CODEC = "dw1-fork"
 
 Get = Callable[[str], bytes | None]
 Verify = Callable[[str, bytes, bytes], bool]
@@ -201,11 +203,14 @@ class Reader:
     """Reads versions of a run, from ``get``, which returns the object at a key or None.
 
     ``verify(public_key, signature, message)`` checks Ed25519, which the standard library has not;
-    without it, signatures are not checked.
+    without it, signatures are not checked. For a fork, ``above`` reads the run above it.
     """
 
-    def __init__(self, get: Get, *, verify: Verify | None = None) -> None:
+    def __init__(
+        self, get: Get, *, verify: Verify | None = None, above: Reader | None = None
+    ) -> None:
         self._get = get
+        self._above = above
         self._verify = verify
         self._key = ""
         self.run = self.object("run.json", RUN)
@@ -261,9 +266,10 @@ class Reader:
         in_blob = (table["blob"] != "", table["bytes"] != 0, table["head"] != "")
         require(in_blob == (not table["inline"],) * 3, "a table that is inline and in a blob")
         newer = f"; release {since} or newer reads it" if since else ""
-        require(payload["codec"] == CODEC, f"the codec {payload['codec']!r} is unknown{newer}")
+        known = payload["codec"] == CODEC or (payload["codec"] == FORK_CODEC and table["blob"])
+        require(bool(known), f"the codec {payload['codec']!r} is unknown{newer}")
         if table["inline"]:
-            self.table(payload, start, end)
+            self.table(payload, start, end, 0)
 
     def compacted(self, target: int, base: int | None) -> dict[str, Any]:
         """The compacted delta from ``base`` to ``target``, or its later anchor, checked."""
@@ -306,7 +312,7 @@ class Reader:
     def anchor(self, stated: dict[str, Any], ref: dict[str, Any]) -> list[list[int]]:
         """Every tensor from an anchor."""
         tensors: list[list[int]] = [[] for _ in self.names]
-        for piece, coded in self.pieces(ref, None, stated["digest"]):
+        for piece, coded in self.pieces(ref, None, stated):
             held, width = tensors[piece.tensor], self.widths[piece.tensor]
             held += decode_anchor(coded, piece.elements, width)
             elements = enumerate(held[piece.start :], start=piece.start)
@@ -318,7 +324,7 @@ class Reader:
     ) -> list[list[int]]:
         """Every tensor after a delta or a compacted delta."""
         tensors = [list(elements) for elements in base]
-        for piece, coded in self.pieces(ref, stated["base_digest"], stated["digest"]):
+        for piece, coded in self.pieces(ref, stated["base_digest"], stated):
             end, name = piece.start + piece.elements, self.names[piece.tensor]
             held, width = tensors[piece.tensor], self.widths[piece.tensor]
             changed = decode_delta(coded, held[piece.start : end], width)
@@ -331,15 +337,15 @@ class Reader:
         return tensors
 
     def table(
-        self, ref: dict[str, Any], start: str | None, end: str
+        self, ref: dict[str, Any], start: str | None, end: str, version: int
     ) -> tuple[list[ReadPiece], list[tuple[str, int]]]:
         """The pieces and blobs of a payload that leads from the digest ``start`` (None: an anchor,
-        from nothing) to the digest ``end``, checked."""
+        from nothing) to the digest ``end`` of ``version``, checked."""
         table = ref["table"]
         if table["inline"]:
             data = b64decode(table["inline"], validate=True)
         else:
-            data = self._blob(table["blob"])
+            data = self._blob(table["blob"], version if ref["codec"] == FORK_CODEC else None)
             require(len(data) == table["bytes"], "a table of another size")
         pieces, blobs = decode_table(data, table, self.counts, self.chunk)
         require(sum(size for _, size in blobs) == ref["bytes"], "blobs of other sizes")
@@ -362,10 +368,10 @@ class Reader:
         return pieces, blobs
 
     def pieces(
-        self, ref: dict[str, Any], start: str | None, end: str
+        self, ref: dict[str, Any], start: str | None, stated: dict[str, Any]
     ) -> list[tuple[ReadPiece, bytes]]:
-        """The pieces of a payload with their bytes, in the order of the table."""
-        pieces, blobs = self.table(ref, start, end)
+        """The pieces of a payload of ``stated`` with their bytes, in the order of the table."""
+        pieces, blobs = self.table(ref, start, stated["digest"], stated["version"])
         found = [self._blob(name) for name, _ in blobs]
         require([len(blob) for blob in found] == [size for _, size in blobs], "a blob's size")
         coded = []
@@ -375,12 +381,32 @@ class Reader:
             coded.append((piece, data))
         return coded
 
-    def _blob(self, name: str) -> bytes:
-        data = self._get(f"weights/blobs/{name}")
+    def _blob(self, name: str, version: int | None = None) -> bytes:
+        """A blob of the run or of one above it; as the piece table of ``version`` perhaps one that
+        is in a manifest there."""
+        data = self._found(name, version)
         require(data is not None, f"blob {name} is missing")
         assert data is not None
         require(blake3(data).hexdigest() == name, f"blob {name} is damaged")
         return data
+
+    def _found(self, name: str, version: int | None) -> bytes | None:
+        data = self._get(f"weights/blobs/{name}")
+        if data is None and version is not None and self._above is not None:
+            data = self._above.inline_table(name, version)
+        if data is None and self._above is not None:
+            data = self._above._found(name, version)
+        return data
+
+    def inline_table(self, name: str, version: int) -> bytes | None:
+        """The piece table of this name in the manifest of ``version``, or in its later anchor."""
+        for key in ("manifests/{:010d}.json", "compacted/{:010d}-anchor.json"):
+            found = json.loads(self._get("weights/" + key.format(version)) or "{}")
+            for payload in (found.get("delta"), found.get("anchor"), found.get("payload")):
+                data = b64decode(payload["table"].get("inline", "")) if payload else b""
+                if blake3(data).hexdigest() == name:
+                    return data
+        return None
 
     def _check_sum(self, piece: ReadPiece, found: tuple[int, int]) -> None:
         require(to_hex(found) == piece.sum, f"a sum of tensor {self.names[piece.tensor]}")

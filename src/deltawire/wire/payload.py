@@ -19,6 +19,11 @@ from deltawire.wire.run import Hash, Run, Size
 CODEC: Final = "dw1"
 """The codec of payloads that begin with the magics ``DWD1``, ``DWD2`` and ``DWA1``."""
 
+FORK_CODEC: Final = "dw1-fork"
+"""The same codec in a fork, where the blobs, and the piece table too, may be those of the run above
+(see `deltawire.store.forked`). The name tells releases that do not look there who can."""
+FORK_CODEC_SINCE: Final = "0.2"
+
 MAX_BLOB_BYTES = 1 << 36
 MAX_BLOBS = 1 << 18
 MAX_PIECES = 1 << 20
@@ -120,7 +125,9 @@ def ref_fault(ref: PayloadRef) -> str:
         return "a piece table that is both inline and in a blob"
     if not table.inline and not (table.blob and table.bytes and table.head):
         return "a piece table without its bytes, or without the hash of its head"
-    if ref.codec == CODEC:
+    if ref.codec == FORK_CODEC and table.inline:
+        return "a piece table that is inline, although it is that of the run above"
+    if ref.codec in (CODEC, FORK_CODEC):
         return ""
     since = f"; deltawire {ref.codec_since} or newer reads it" if ref.codec_since else ""
     return f"the payload is coded by {ref.codec!r}, which this release does not know{since}"

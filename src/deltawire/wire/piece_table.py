@@ -23,7 +23,16 @@ import msgspec
 from blake3 import blake3
 
 from deltawire.errors import CorruptError
-from deltawire.wire.payload import INLINE_BYTES, BlobRef, Payload, PayloadRef, Piece, TableRef
+from deltawire.wire.payload import (
+    FORK_CODEC,
+    FORK_CODEC_SINCE,
+    INLINE_BYTES,
+    BlobRef,
+    Payload,
+    PayloadRef,
+    Piece,
+    TableRef,
+)
 from deltawire.wire.run import Run
 
 SEGMENT_PIECES = 32
@@ -142,13 +151,24 @@ def head_bytes(ref: PayloadRef) -> int:
 def payload_ref(payload: Payload, encoded: bytes) -> PayloadRef:
     """Returns the manifest's reference to a payload whose piece table is ``encoded``; a table that
     is not inline must be put as a blob before the manifest is created."""
-    counts = TableRef(pieces=len(payload.pieces), blobs=len(payload.blobs))
-    if len(encoded) <= INLINE_BYTES:
-        table = msgspec.structs.replace(counts, inline=encoded)
-        return PayloadRef(bytes=payload.bytes, table=table)
+    counts = TableRef(pieces=len(payload.pieces), blobs=len(payload.blobs), inline=encoded)
     ref = PayloadRef(bytes=payload.bytes, table=counts)
+    return ref if len(encoded) <= INLINE_BYTES else _in_blob(ref)
+
+
+def table_above(ref: PayloadRef) -> PayloadRef:
+    """Returns the reference of a fork to a payload of the run above, whose piece table it does not
+    repeat: it names the table by its hash only."""
+    named = _in_blob(ref) if ref.table.inline else ref
+    return msgspec.structs.replace(named, codec=FORK_CODEC, codec_since=FORK_CODEC_SINCE)
+
+
+def _in_blob(ref: PayloadRef) -> PayloadRef:
+    """Returns a reference that names the table in place of holding it."""
+    encoded = ref.table.inline
     table = msgspec.structs.replace(
-        counts,
+        ref.table,
+        inline=b"",
         blob=blake3(encoded).hexdigest(),
         bytes=len(encoded),
         head=_half(encoded[: head_bytes(ref)]).hex(),

@@ -177,7 +177,9 @@ def assert_has_state(made):
     assert [part for part in parts if fork.get(part, limit=1 << 30) is None] == []
 
 
-@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "done", [False, pytest.param(True, marks=pytest.mark.drills)], ids=["before", "after"]
+)
 def test_each_request_to_the_parent_fails(parent, done, monkeypatch):
     """The same call goes on; before it does, no reader takes the place for a run."""
     monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)

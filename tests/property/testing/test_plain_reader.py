@@ -137,7 +137,7 @@ def test_runs(shapes, seed, signed, inline, small):
     )  # fmt: skip
     bucket = open_bucket("memory://")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltawire.wire.payload.INLINE_BYTES", inline)
+        patch.setattr("deltawire.wire.piece_table.INLINE_BYTES", inline)
         run = create_run(bucket, run, signer=signer)
         publisher = Publisher(
             bucket,

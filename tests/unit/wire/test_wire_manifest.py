@@ -6,7 +6,7 @@ import pytest
 from deltawire.errors import CorruptError
 from deltawire.wire.manifest import Manifest, check_payload, decode_manifest
 from deltawire.wire.payload import MAX_BLOB_BYTES, BlobRef, Payload, Piece
-from deltawire.wire.piece_table import decode_table, encode_table, payload_ref
+from deltawire.wire.piece_table import decode_table, encode_table, payload_ref, table_above
 from deltawire.wire.run import Run, TensorSpec
 from deltawire.wire.seal import seal_json
 
@@ -150,6 +150,15 @@ def test_an_unknown_codec_is_one_error_that_names_the_release():
     text = refused(manifest(delta=ref))
     assert "'dw9'" in text
     assert "deltawire 9.1 or newer" in text
+
+
+def test_a_table_of_the_run_above_is_not_inline():
+    ref = manifest().delta
+    data = seal_json(msgspec.json.encode(manifest(delta=table_above(ref))), key="the/key")
+    read = decode_manifest(data, version=4, table=TABLE, run="s3://b", key="the/key")
+    assert read.delta.table_blob.bytes == len(ref.table.inline)
+    inline = msgspec.structs.replace(ref, codec="dw1-fork")
+    assert "although it is that of the run above" in refused(manifest(delta=inline))
 
 
 def check(pieces, blobs=BLOBS, *, whole=False, **changes):

@@ -5,7 +5,8 @@ A fork lies below its parent, at ``RUN/forks/NAME``, and reads what it began wit
 
 1. Tag the version in the parent, so that retention keeps it, and mark its checkpoint.
 2. Write the version's manifest into the fork, and those that it builds on up to an anchor, with the
-   fork's id; then the floor that closes the versions before them.
+   fork's id, and with the names of their piece tables in place of the tables; then the floor that
+   closes the versions before them.
 3. Write the commit of the trainer's state. Where the parent has no checkpoint of the version, its
    steps are computed again from an earlier one, and the state is stored in the fork.
 4. Do 1 and 2 for each further precision that the run publishes, and create its ``run.json``.
@@ -45,6 +46,7 @@ from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.needs import config_of, needs_of
 from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync import find_run, read_manifest, read_run
 from deltawire.sync.chain.objects import create_run, read_compacted_delta
 from deltawire.sync.chain.tags import add_tag
@@ -59,8 +61,12 @@ from deltawire.wire.ledger import (
 )
 from deltawire.wire.manifest import Manifest, encode_manifest
 from deltawire.wire.payload import ZERO_SUM
+from deltawire.wire.piece_table import table_above
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer, seal
+
+WRITERS = 8
+"""Manifests that are written at once: a folder waits for the disk for each."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +190,11 @@ def _write_versions(
     chain = chain_of(parent, run, version)
     if copied:
         copy_payloads(parent, run, place, chain)
-    for one in chain:
-        newest = one.version == version
-        _write(place, _forked(one, run, described, newest=newest), signer)
+    forked = [_forked(one, run, described, newest=one.version == version) for one in chain]
+    if not copied:
+        forked = [_tables_above(one) for one in forked]
+    with WorkerThreads(min(len(forked), WRITERS), thread_name_prefix="fork") as pool:
+        list(pool.map(lambda one: _write(place, one, signer), forked))
     _write_floor(place, described, chain[0].version, signer)
 
 
@@ -302,6 +310,14 @@ def _forked(manifest: Manifest, parent: Run, fork: Run, *, newest: bool) -> Mani
                 step=made.step, position=made.position, state=made.state
             ).to_dict()
     return msgspec.structs.replace(manifest, run=fork.id, metadata=metadata)
+
+
+def _tables_above(manifest: Manifest) -> Manifest:
+    """Returns a manifest that names the piece tables of its payloads, which the parent has in its
+    manifest of the same version (see `deltawire.store.forked`)."""
+    refs = (manifest.delta, manifest.anchor)
+    delta, anchor = (None if ref is None else table_above(ref) for ref in refs)
+    return msgspec.structs.replace(manifest, delta=delta, anchor=anchor)
 
 
 def _write(place: Bucket, manifest: Manifest, signer: Signer | None) -> None:
