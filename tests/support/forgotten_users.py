@@ -53,8 +53,8 @@ def learned(bucket, owners):
     assert np.array_equal(answer(1).token_ids, np.frombuffer(tokens_of(1), "<i4"))
 
 
-def train(bucket, *, to):
-    """Train the run on in this process until version ``to``."""
+def train(bucket, *, to, signer=None):
+    """Train the run on in this process until version ``to``; ``signer`` owns a signed run."""
     torch.set_num_threads(1)
     run, config = open_run(bucket)
     config = msgspec.structs.replace(
@@ -63,5 +63,5 @@ def train(bucket, *, to):
     with fetch_model_files(bucket, run) as folder:
         model = empty_model(Path(folder))
     process = Process(bucket, "trainer", "trainer", supervised=False)
-    Trainer(process, run, config, model).loop()
+    Trainer(process, run, config, model, signer=signer).loop()
     process.events.flush()

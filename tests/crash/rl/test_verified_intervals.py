@@ -13,6 +13,7 @@ from deltawire.cli.main import main
 from deltawire.dashboard.verification import lines_of_check
 from deltawire.errors import CorruptError, InputError
 from deltawire.rl.trainer import verify_intervals as verifying
+from deltawire.rl.trainer import verify_training
 from deltawire.rl.trainer.verify_intervals import (
     TrainingCheck,
     TrainingInterval,
@@ -210,8 +211,21 @@ def test_a_damaged_step_record_is_a_fault(copy, monkeypatch):
     def doubts(*_):
         raise CorruptError("damaged")
 
-    monkeypatch.setattr(verifying, "doubts_of", doubts)
+    monkeypatch.setattr(verifying, "reasons_to_doubt", doubts)
     assert [one.version for one in verify_intervals(copy).faults] == [3]
+
+
+def test_a_doubt_is_said_once(copy, monkeypatch):
+    """Also about several intervals."""
+    monkeypatch.setattr(verify_training, "arithmetic_of", lambda _: "torch 9, ABACUS")
+    found = verify_intervals(copy)
+    assert len(found.checked) > 1
+    (doubt,) = found.doubts
+    assert doubt.startswith("versions 1 to ")
+    assert "torch 9, ABACUS" in doubt
+    assert verify_training.doubts_of([("why", 2), ("why", 5), ("other", 3)]) == [
+        "versions 2 to 5, 2 of them: why", "version 3: other",
+    ]  # fmt: skip
 
 
 def test_without_version_0_the_first_state_is_the_beginning(copy):

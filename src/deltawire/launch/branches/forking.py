@@ -45,10 +45,12 @@ from deltawire.launch.branches.fork_copy import (
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.needs import config_of, needs_of
+from deltawire.runtime.signed_bucket import signing
+from deltawire.runtime.trusted import ReaderTrust, open_as_trainer, trusted
 from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync import find_run, read_manifest, read_run
-from deltawire.sync.chain.objects import create_run, read_compacted_delta
+from deltawire.sync.chain.objects import check_signer, create_run, read_compacted_delta
 from deltawire.sync.chain.tags import add_tag
 from deltawire.wire import keys
 from deltawire.wire.coordination import RetentionFloor
@@ -62,6 +64,7 @@ from deltawire.wire.ledger import (
 from deltawire.wire.manifest import Manifest, encode_manifest
 from deltawire.wire.payload import ZERO_SUM
 from deltawire.wire.piece_table import table_above
+from deltawire.wire.roles import Pin, run_of_line
 from deltawire.wire.run import Run
 from deltawire.wire.seal import Signer, seal
 
@@ -107,6 +110,9 @@ def fork_run(
     keys.fork_tag(name)  # Refuses a name that is too long for it.
     if to:
         check_place(parent, to)
+    check_signer(parent, run, signer)
+    if run.public_key and signing(parent) is None:
+        parent = trusted(parent, ReaderTrust(pin=Pin(run.public_key, run.id)))
     config = _config_of(parent, run, settings or {})
     raw = stored_settings(config) if config is not None else run.config
     location = to or f"{parent.url.rstrip('/')}/{keys.fork(name)}"
@@ -164,12 +170,17 @@ def _make(
     if config is not None:
         from deltawire.launch.branches.fork_state import give_state
 
+        if signer is not None:  # The commit of the trainer's state is signed in the trainer's role.
+            pin = Pin(signer.public_key, described.id)
+            place = open_as_trainer(place, signer, ReaderTrust(pin=pin))
         state = give_state(
             parent, run, place, described, config, version,
             fork=held, copied=copied, announce=announce,
         )  # fmt: skip
         for exporter in config.train.also_publish:
-            _fork_line(parent, place, described, config, exporter, version, held, copied=copied)
+            _fork_line(
+                parent, place, described, config, exporter, version, signer, held, copied=copied
+            )
     create_run(place, described, signer=signer)
     return Fork(place.url, described, version, state)
 
@@ -205,6 +216,7 @@ def _fork_line(
     config: RunConfig,
     exporter: str,
     version: int,
+    signer: Signer | None,
     held: str,
     *,
     copied: bool,
@@ -216,15 +228,22 @@ def _fork_line(
     own = publication_config(config, exporter)
     described = msgspec.structs.replace(
         line,
-        id=blake3(f"{fork.id} {exporter}".encode()).hexdigest()[:32],
+        id=_line_id(fork, exporter),
         name=own.name,
         created_at=fork.created_at,
         config=stored_settings(own),
         needs=needs_of(own),
         build=fork.build,
     )
-    _write_versions(upper, line, below, described, version, None, held=held, copied=copied)
-    create_run(below, described)
+    _write_versions(upper, line, below, described, version, signer, held=held, copied=copied)
+    create_run(below, described, signer=signer)
+
+
+def _line_id(fork: Run, exporter: str) -> str:
+    """Returns the id of a fork's line; readers of a signed run compute it from the run's."""
+    if fork.public_key:
+        return run_of_line(fork.id, exporter)
+    return blake3(f"{fork.id} {exporter}".encode()).hexdigest()[:32]
 
 
 def _release(parent: Bucket, version: int, held: str, further: Sequence[str] = ()) -> None:
@@ -241,18 +260,13 @@ def _config_of(parent: Bucket, run: Run, settings: Mapping[str, Any]) -> RunConf
         if settings:
             raise InputError("a run without a configuration has no settings", run=parent.url)
         return None
-    if run.public_key:
-        raise InputError(
-            "a signed run with a trainer cannot be forked: its state is signed for it",
-            hint="fork an unsigned run, or a signed one that holds only weights",
-            run=parent.url,
-        )
     config = config_of(run, url=parent.url, role="trainer")
     status = known_trainer(parent)
     config = with_settings(config, status.settings if status else {}, source=parent.url)
     if config.train.adapters or config.line is not None:
         raise InputError(
-            "a run of several adapters cannot be forked",
+            "a run of several adapters cannot be forked: each adapter has versions of its own, so "
+            "no number names one of the whole run",
             hint="fork a run of one adapter",
             run=parent.url,
         )

@@ -34,7 +34,12 @@ from deltawire.placement.device import resolve_device
 from deltawire.rl.control.lineages import erased_groups
 from deltawire.rl.trainer.derived_lines import DerivedLine
 from deltawire.rl.trainer.resume import Resumed, next_committed, recompute_step, resume
-from deltawire.rl.trainer.verify_training import doubts_of, refuse_midtraining, state_fault
+from deltawire.rl.trainer.verify_training import (
+    doubts_of,
+    reasons_to_doubt,
+    refuse_midtraining,
+    state_fault,
+)
 from deltawire.runtime.process import open_run
 from deltawire.runtime.retained import read_retained
 from deltawire.store import Bucket
@@ -197,9 +202,11 @@ def verify_intervals(
         drawn = found.drawn = draw([one for one in found_all if one not in gone], spot)
     torch.set_num_threads(config.threads)
     device = resolve_device(config.device_of("trainer"))
+    reasons: list[tuple[str, int]] = []
     for one in drawn:
         with suppress(CorruptError, UnreadableError):  # The step finds it again, and names it.
-            found.doubts += doubts_of(bucket, run, one.origin, one.last, device)
+            reasons += reasons_to_doubt(bucket, run, one.origin, one.last, device)
+    found.doubts = doubts_of(reasons)
     expect(found.doubts)
     total, done = sum(one.last - one.origin for one in drawn), 0
     with fetch_model_files(bucket, run) as folder:

@@ -8,7 +8,7 @@ this one, through every crash and restart.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ def verify_training(
         )
     state = resume(bucket, run, config, model, newest=first - 1)
     found = TrainingVerification(state.version, first, last)
-    found.doubts = doubts_of(bucket, run, state.version, last, device)
+    found.doubts = doubts_of(reasons_to_doubt(bucket, run, state.version, last, device))
     expect(found.doubts)
     total = last - state.version
     while state.version < last:
@@ -181,10 +181,12 @@ def _check_range(bucket: Bucket, first: int, last: int, newest: int, dump: Dump 
         raise InputError(f"cannot write to {dump.folder}: {error.strerror}") from error
 
 
-def doubts_of(bucket: Bucket, run: Run, origin: int, last: int, device: torch.device) -> list[str]:
-    """Returns why the steps after ``origin`` may come out with other bits on this machine."""
+def reasons_to_doubt(
+    bucket: Bucket, run: Run, origin: int, last: int, device: torch.device
+) -> Iterator[tuple[str, int]]:
+    """Yields why a step after ``origin`` may come out with other bits on this machine, and its
+    version."""
     here = arithmetic_of(device)
-    doubts: dict[str, list[int]] = {}
     for manifest in read_history(
         bucket, run, after=origin, to=last, complete=False, readers=READERS
     ):
@@ -193,21 +195,27 @@ def doubts_of(bucket: Bucket, run: Run, origin: int, last: int, device: torch.de
         if not metadata.consumed:
             continue
         if metadata.ranks > 1:
-            doubts.setdefault(f"{metadata.ranks} ranks computed them, one does now", []).append(
-                version
-            )
+            yield f"{metadata.ranks} ranks computed them, one does now", version
         if not metadata.arithmetic:
-            doubts.setdefault(
-                f"their manifests do not say with which kernels; here {here}", []
-            ).append(version)
+            yield f"their manifests do not say with which kernels; here {here}", version
         elif metadata.arithmetic != here:
-            doubts.setdefault(
-                f"they were computed with {metadata.arithmetic}; here {here}", []
-            ).append(version)
-    return [
-        f"version {many[0]}{f' to {many[-1]}' if len(many) > 1 else ''}: {why}"
-        for why, many in doubts.items()
-    ]
+            yield f"they were computed with {metadata.arithmetic}; here {here}", version
+
+
+def doubts_of(reasons: Iterable[tuple[str, int]]) -> list[str]:
+    """Returns each reason once, with its versions."""
+    doubts: dict[str, list[int]] = {}
+    for why, version in reasons:
+        doubts.setdefault(why, []).append(version)
+    return [f"{_named(many)}: {why}" for why, many in doubts.items()]
+
+
+def _named(versions: list[int]) -> str:
+    first, last = versions[0], versions[-1]
+    if first == last:
+        return f"version {first}"
+    some = "" if len(versions) > last - first else f", {len(versions)} of them"
+    return f"versions {first} to {last}{some}"
 
 
 def _explain(bucket: Bucket, run: Run, found: TrainingVerification, state: Resumed) -> None:
