@@ -23,7 +23,7 @@ from deltawire.store import Bucket, open_bucket
 from deltawire.sync import find_run, read_manifest
 from deltawire.wire.ledger import CommitMetadata
 
-pytestmark = [pytest.mark.drills, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(300)]
 
 ROWS = 9
 VERSIONS = 16

@@ -104,6 +104,7 @@ def test_each_version_is_what_the_algorithm_trained_and_a_run_is_continued(
         again.stop()
 
 
+@pytest.mark.long
 def test_rounded_weights_are_published_as_what_they_are(config: Any, tmp_path: Path) -> None:
     from deltawire.rllib import Publish
 
@@ -153,7 +154,7 @@ class _Store:
         return publisher
 
 
-@pytest.mark.parametrize("seconds", [5, 300])
+@pytest.mark.parametrize("seconds", [5, pytest.param(300, marks=pytest.mark.long)])
 def test_training_goes_on_while_the_store_is_away_at_each_iteration(
     config: Any, monkeypatch: pytest.MonkeyPatch, seconds: int
 ) -> None:
@@ -184,6 +185,7 @@ def test_training_goes_on_while_the_store_is_away_at_each_iteration(
     assert manifest.metadata[STEP_RECORD] == 3
 
 
+@pytest.mark.long
 def test_an_outage_beyond_its_limit_ends_the_training(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

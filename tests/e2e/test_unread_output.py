@@ -14,7 +14,16 @@ from deltawire.store import open_bucket
 from deltawire.sync import open_publisher
 
 FULL = Path("/dev/full")
-COMMANDS = ["log", "fsck", "status", "log --json", "fsck --json", "status --json"]
+ONLY_LONG = [pytest.mark.drills, pytest.mark.long]
+COMMANDS = [
+    "log",
+    "status --json",
+    *(
+        pytest.param(command, marks=ONLY_LONG)
+        for command in ("fsck", "status", "log --json", "fsck --json")
+    ),
+]
+"""Each starts a process; where output ends is the same for all."""
 
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
 

@@ -160,6 +160,7 @@ def _recomputed(bucket: Bucket) -> list[str]:
     return [detail for detail in details if "recomputed" in detail]
 
 
+@pytest.mark.drills
 def test_a_worker_and_the_trainer_killed_then_interrupted_and_continued(
     tmp_path: Path, start: Start
 ) -> None:
@@ -241,6 +242,7 @@ BEYOND_ROUNDING = 1e-4
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_stopped_by_the_parity_gate_and_continued(tmp_path: Path, start: Start) -> None:
     """The worker really samples in bf16, for a trainer that computes in float32."""
     out = tmp_path / "out"

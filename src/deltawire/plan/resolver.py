@@ -261,16 +261,17 @@ def best_layout(
     If none fits, the second is the one that takes the least device memory instead. Raises
     `InputError` if the accelerators divide no layout.
     """
-    ordered = sorted(_candidates(model, wish, accelerators), key=lambda candidate: candidate.rank)
-    if not ordered:
+    least = _least(model, wish, accelerators)
+    if least is None:
         startable = " that the trainer can start" if wish.startable else ""
         raise InputError(
             f"{accelerators.count} accelerators divide no layout of {model.name}{startable}",
             hint="use another number, such as a power of two",
         )
-    least = _least(model, wish, accelerators)
+    # Times of all candidates are estimated only if one of them can fit.
     if least.peak.with_allowance > accelerators.kind.usable_bytes:
         return None, least
+    ordered = sorted(_candidates(model, wish, accelerators), key=lambda candidate: candidate.rank)
     missed = ordered[0]
     for candidate in ordered:
         if not candidate.hopeless and not candidate.obstacle():
@@ -421,8 +422,8 @@ def _candidates(model: Model, wish: Wish, accelerators: Accelerators) -> Iterato
         )
 
 
-def _least(model: Model, wish: Wish, accelerators: Accelerators) -> Candidate:
-    """Returns the candidate that takes the least device memory.
+def _least(model: Model, wish: Wish, accelerators: Accelerators) -> Candidate | None:
+    """Returns the candidate that takes the least device memory, None if there is no layout.
 
     More checkpointing, offload and sharding and a smaller micro-batch never take more, so only
     layouts with the most of them are compared.
@@ -438,7 +439,7 @@ def _least(model: Model, wish: Wish, accelerators: Accelerators) -> Candidate:
         for layout in _layouts(model, frugal, accelerators)
         if layout.sequences == 1 and layout.replicate == 1
     )
-    return min(candidates, key=lambda candidate: candidate.peak.with_allowance)
+    return min(candidates, key=lambda candidate: candidate.peak.with_allowance, default=None)
 
 
 _NO_TIME = StepTime(compute=1, communication=0, host=0, tokens=1)

@@ -46,7 +46,13 @@ def started(folder, kind):
     return bucket
 
 
-@pytest.fixture(scope="module", params=KINDS)
+ONLY_LONG = {"fp8": pytest.mark.long, "int4": pytest.mark.long}
+"""One precision among several, and merged weights, take every way through the tools."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=ONLY_LONG.get(kind, ())) for kind in KINDS]
+)
 def trained(request, tmp_path_factory):
     return started(tmp_path_factory.mktemp("trained"), request.param)
 

@@ -11,7 +11,7 @@ import os
 import pytest
 from chaos import MORE_VERSIONS, drill
 
-pytestmark = pytest.mark.drills
+pytestmark = [pytest.mark.drills, pytest.mark.long]
 
 HOUR_S = 3600.0
 STRIKES = 2

@@ -56,6 +56,7 @@ def whole(first, tmp_path_factory):
     return bucket
 
 
+@pytest.mark.drills
 def test_a_killed_rank_continues_each_line_to_the_same_bits(first, whole, tmp_path):
     bucket = copied(first, tmp_path / "bucket")
     run_starts(bucket, [kill(1, "part", 2), Start()])
@@ -105,6 +106,7 @@ def test_a_line_has_the_bits_of_a_run_without_the_others(tmp_path, adapters, siz
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_another_number_of_ranks_continues_each_line(first, tmp_path):
     bucket = copied(first, tmp_path / "bucket")
     stop = Start(ranks=1, rank=0, point="gradients", version=2, signal=signal.SIGTERM)

@@ -12,6 +12,7 @@ from deltawire.wire.decisions import Decision, RestoreRecord, ServedVersion
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_two_ranks_restore_the_masters_of_an_earlier_version(tmp_path):
     bucket = begin(tmp_path, versions=7)
     run_starts(bucket, [kill(0, "committed", 4)])

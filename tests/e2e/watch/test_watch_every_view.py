@@ -61,8 +61,15 @@ def test_only_a_run_that_trains_on_pairs_shows_their_curve(page) -> None:
     assert "highest" in visit.page.locator("#pairs .plot").get_attribute("aria-label")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1600])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        pytest.param(390, False, id="narrow, light"),
+        pytest.param(390, True, id="narrow, dark", marks=pytest.mark.long),
+        pytest.param(1600, False, id="wide, light", marks=pytest.mark.long),
+        pytest.param(1600, True, id="wide, dark"),
+    ],
+)
 def test_every_view_is_sound(page, width: int, dark: bool) -> None:
     visit = Visit(*page[:2], width=width, dark=dark)
     for path in VIEWS:

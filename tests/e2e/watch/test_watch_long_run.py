@@ -6,7 +6,7 @@ import pytest
 from large_run import write_large_run
 from watch_browser import Visit, chromium, served
 
-pytestmark = pytest.mark.drills
+pytestmark = [pytest.mark.drills, pytest.mark.long]
 
 VERSIONS = 4_000
 GROUPS = 25

@@ -12,7 +12,7 @@ from watched_run import write_run
 from deltawire.wire import keys
 from deltawire.wire.rollouts import encode_group
 
-pytestmark = pytest.mark.drills
+pytestmark = [pytest.mark.drills, pytest.mark.long]
 
 VERSIONS = 24
 SHADED = """(id) => {

@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 
 from benchmarks.training.offload import QWEN3_30B_A3B, RoleTracker, device_peak
@@ -28,6 +29,8 @@ def test_bytes_are_counted_by_role_while_storages_live():
         assert (tracker.bytes["device"], tracker.peak) == (8000, 8000)
 
 
+@pytest.mark.drills
+@pytest.mark.long
 def test_offload_takes_the_states_off_the_device():
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3}
     small = {**QWEN3_30B_A3B, **sizes, "num_experts": 8, "vocab_size": 512}

@@ -14,6 +14,8 @@ from deltawire.errors import InputError
 FLOORS = {"region_share_first_50": 0.03, "region_share_next_50": 0.01, "objects_at_lag_60": 12}
 
 
+@pytest.mark.drills
+@pytest.mark.long
 def test_the_figures_that_are_no_times(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--size", "0.002", "--region-size", "0.004", "--repeats", "1"]
     assert main(["bench", "sync", *sizes, "--rivals", "sparse-int32,xor-zstd1", "--json"]) == 0

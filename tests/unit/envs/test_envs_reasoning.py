@@ -60,13 +60,19 @@ def fingerprint(tasks):
 
 
 def fingerprints():
-    names = sorted(DATASETS.keys() - EXCLUDED.keys() - DRAWN_HERE_ONLY)
+    names = json.loads(os.environ["DRAWN"])
     return {name: fingerprint(source(name, heldout=1)) for name in names}
 
 
 @pytest.fixture(scope="module")
-def elsewhere():
-    """The fingerprint of every dataset in another process, with another hash seed."""
+def elsewhere(request):
+    """The fingerprint of each dataset of this session in another process and hash seed."""
+    tested = {
+        item.callspec.params.get("dataset")
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
+    drawn = sorted((tested & DATASETS.keys()) - EXCLUDED.keys() - DRAWN_HERE_ONLY)
     program = (
         "import json, test_envs_reasoning\n"
         "found = json.dumps(test_envs_reasoning.fingerprints())\n"
@@ -75,7 +81,12 @@ def elsewhere():
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": path},
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": "12345",
+            "PYTHONPATH": path,
+            "DRAWN": json.dumps(drawn),
+        },
         capture_output=True,
         text=True,
         check=True,
@@ -83,7 +94,13 @@ def elsewhere():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("dataset", sorted(DATASETS.keys() - EXCLUDED.keys()))
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        pytest.param(name, marks=[] if place % 8 == 0 else [pytest.mark.drills, pytest.mark.long])
+        for place, name in enumerate(sorted(DATASETS.keys() - EXCLUDED.keys()))
+    ],
+)
 def test_every_dataset_can_be_drawn_and_scored(dataset, elsewhere):
     """With its defaults: the same problems in every process; whatever the model writes gets a
     reward, and the dataset's own answer the whole of it."""

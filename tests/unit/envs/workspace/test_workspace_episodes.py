@@ -248,7 +248,13 @@ def _byte_model(text, prompt, target, steps):
     return model.eval()
 
 
-@pytest.mark.parametrize("steps", [0, 150], ids=["untaught", "taught to look"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(0, id="untaught"),
+        pytest.param(150, id="taught to look", marks=[pytest.mark.drills, pytest.mark.long]),
+    ],
+)
 def test_a_tiny_model_acts_in_it(byte_tokenizer, steps):
     from deltawire.engines.transformers import TransformersEngine
 

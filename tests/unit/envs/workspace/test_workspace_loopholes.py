@@ -46,7 +46,13 @@ def test_the_number_of_groups_is_the_one_that_was_derived():
     assert bound <= CAUGHT_WITHIN
 
 
-@pytest.mark.parametrize("loophole", ALARMS)
+ONLY_LONG = [pytest.mark.drills, pytest.mark.long]
+
+
+@pytest.mark.parametrize(
+    "loophole",
+    [pytest.param(name, marks=[] if name == "printed_ok" else ONLY_LONG) for name in ALARMS],
+)
 def test_a_policy_that_exploits_it_is_paid_and_caught(loophole):
     policy, alarms = cheat.EXPLOITS[loophole], ALARMS[loophole]
     tasks = cheat.opened(loophole)
@@ -64,7 +70,9 @@ def test_a_policy_that_exploits_it_is_paid_and_caught(loophole):
     assert [e.name for e in found.examples] == [f"w/{n}#0" for n in range(CAUGHT_WITHIN)]
 
 
-@pytest.mark.parametrize("loophole", ["none", *ALARMS])
+@pytest.mark.parametrize(
+    "loophole", ["none", *(pytest.param(name, marks=ONLY_LONG) for name in ALARMS)]
+)
 def test_an_honest_policy_raises_no_alarm_where_the_loophole_is(loophole):
     """It solves two thirds of the episodes, and gives the others up."""
     tasks = cheat.opened(loophole)
