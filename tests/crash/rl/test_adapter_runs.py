@@ -81,7 +81,9 @@ def test_steps_change_the_adapter_and_nothing_else(started):
     assert main(["fsck", started.url]) == 0
 
 
-@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize(
+    "offload", [pytest.param("none", marks=[pytest.mark.drills, pytest.mark.long]), "optimizer"]
+)
 def test_after_crashes_the_same_bits(tmp_path, offload):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -121,7 +121,10 @@ def test_readers_see_a_plain_model_that_changes_by_small_deltas(tmp_path, capsys
     assert "merge keeps" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(("sizes", "adapter"), [(DENSE, LORA), (EXPERTS, PACKED)])
+@pytest.mark.parametrize(
+    ("sizes", "adapter"),
+    [pytest.param(DENSE, LORA, marks=[pytest.mark.drills, pytest.mark.long]), (EXPERTS, PACKED)],
+)
 def test_after_crashes_the_same_bits(tmp_path, sizes, adapter):
     whole = train(start(tmp_path / "a", sizes, adapter))
     assert len(set(whole)) > 1

@@ -44,7 +44,10 @@ def opened(bucket: Bucket):
         return run, config, open_model(Path(folder), config.train.adapter)
 
 
-@pytest.mark.parametrize("exporter", ["fp8-block", "int4-g32"])
+@pytest.mark.parametrize(
+    "exporter",
+    ["fp8-block", pytest.param("int4-g32", marks=[pytest.mark.drills, pytest.mark.long])],
+)
 def test_after_crashes_the_same_bits(tmp_path, exporter):
     """Scales of a version depend on those before it, and a process that begins again has them."""
     whole = train(start(tmp_path / "a", exporter))
