@@ -53,12 +53,14 @@ BAD = frozenset({"short", "damaged"})
 
 @dataclass(frozen=True)
 class Case:
-    """A world within bounds; ``small`` ones are explored by `make test` too."""
+    """A world within bounds; ``small`` ones are explored by `make test` too, ``long`` ones only by
+    long drills: each has a relative among the others with fewer faults, writers or steps."""
 
     name: str
     make: Callable[[], World]
     bounds: Bounds
     small: bool = False
+    long: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,56 +95,67 @@ CASES = [
     Case("two writers, two versions", _writers([11, 21], [12, 22]), Bounds(1)),
     Case("three writers", _writers([11], [12], [13]), Bounds(), small=True),
     Case("two writers, a reader", _writers([11], [12], reading=2), Bounds(), small=True),
-    Case("one writer, two faults", _writers([11, 21]), Bounds(2)),
-    Case("two writers, two faults", _writers([11], [12]), Bounds(2)),
-    Case("three writers, two versions", _writers([11, 21], [12, 22], [13, 23]), Bounds(1)),
-    Case("three writers, a reader", _writers([11], [12], [13], reading=1), Bounds(1)),
+    Case("one writer, two faults", _writers([11, 21]), Bounds(2), long=True),
+    Case("two writers, two faults", _writers([11], [12]), Bounds(2), long=True),
+    Case(
+        "three writers, two versions", _writers([11, 21], [12, 22], [13, 23]), Bounds(1), long=True
+    ),
+    Case("three writers, a reader", _writers([11], [12], [13], reading=1), Bounds(1), long=True),
     Case("two writers, one that restarts", _writers([11], [12], restart=True), Bounds(1)),
     Case("retention, a writer", _deletions, Bounds(), small=True),
     Case("deletion of blobs, a writer, short listings", _blobs, Bounds(1, kinds=SHORT), small=True),
     Case("deletion of blobs, a writer", _blobs, Bounds(1)),
-    Case("deletion of blobs, a writer, time", _blobs, Bounds(0, 3)),
-    Case("deletion of blobs, a writer, late deletions, time", _blobs, Bounds(1, 3, LATE)),
-    Case("two deletions of blobs, a writer", partial(_blobs, times=2), Bounds()),
+    Case("deletion of blobs, a writer, time", _blobs, Bounds(0, 3), long=True),
+    Case(
+        "deletion of blobs, a writer, late deletions, time", _blobs, Bounds(1, 3, LATE), long=True
+    ),
+    Case("two deletions of blobs, a writer", partial(_blobs, times=2), Bounds(), long=True),
     Case("retention, a writer, bad answers", _deletions, Bounds(1, kinds=BAD)),
-    Case("retention, a writer, no answer", _deletions, Bounds(1, kinds=NO_ANSWER)),
-    Case("retention, a writer, a reader", _read, Bounds()),
+    Case("retention, a writer, no answer", _deletions, Bounds(1, kinds=NO_ANSWER), long=True),
+    Case("retention, a writer, a reader", _read, Bounds(), long=True),
     Case("retention, a tag", worlds.tags, Bounds(), small=True),
     Case("retention, a tag, bad answers", worlds.tags, Bounds(1, kinds=BAD)),
-    Case("retention, a tag, no answer", worlds.tags, Bounds(1, kinds=NO_ANSWER)),
+    Case("retention, a tag, no answer", worlds.tags, Bounds(1, kinds=NO_ANSWER), long=True),
     Case("retention, a fork that is copied", copied_forks, Bounds(), small=True),
     Case("leases of two processes", leases.leases, Bounds(1), small=True),
     Case("leases of three processes", partial(leases.leases, 3), Bounds(1)),
     Case("a relay, a writer, a reader", partial(relays, reading=True), Bounds(), small=True),
     Case("a relay, a writer", relays, Bounds(1)),
-    Case("two relays, a writer", partial(relays, count=2), Bounds()),
+    Case("two relays, a writer", partial(relays, count=2), Bounds(), long=True),
     Case("compaction, deletion of blobs", _compacted, Bounds(), small=True),
     Case("compaction, retention, a reader", partial(compaction, reading=True), Bounds()),
     Case(
         "compaction, deletion of blobs, a reader, bad answers",
         partial(_compacted, reading=True),
         Bounds(1, kinds=BAD),
+        long=True,
     ),
     Case(
         "two compactors, deletion of blobs, no answer",
         partial(_compacted, count=2),
         Bounds(1, kinds=NO_ANSWER),
+        long=True,
     ),
-    Case("compaction, late deletions, time", _compacted, Bounds(1, 3, LATE)),
+    Case("compaction, late deletions, time", _compacted, Bounds(1, 3, LATE), long=True),
     Case("two ranks", ranks, Bounds(1), small=True),
     Case("two ranks, another trainer", partial(ranks, alone=True), Bounds(1)),
-    Case("two ranks, twice", _twice, Bounds()),
-    Case("two ranks, twice, no answer", _twice, Bounds(1, kinds=NO_ANSWER)),
-    Case("two ranks, deletion of blobs, bad answers", _deleted, Bounds(1, kinds=BAD)),
-    Case("two ranks, deletion of blobs, no answer", _deleted, Bounds(1, kinds=NO_ANSWER)),
+    Case("two ranks, twice", _twice, Bounds(), long=True),
+    Case("two ranks, twice, no answer", _twice, Bounds(1, kinds=NO_ANSWER), long=True),
+    Case("two ranks, deletion of blobs, bad answers", _deleted, Bounds(1, kinds=BAD), long=True),
+    Case(
+        "two ranks, deletion of blobs, no answer", _deleted, Bounds(1, kinds=NO_ANSWER), long=True
+    ),
     Case("an erasure, a gateway", erasures, Bounds(1)),
     Case("an erasure, a gateway, no answer", erasures, Bounds(1, kinds=NO_ANSWER), small=True),
     Case("two erasures", _both, Bounds(1, kinds=NO_ANSWER)),
     Case("consumption", consumption, Bounds(), small=True),
-    Case("consumption, groups deleted", partial(consumption, trims=True), Bounds()),
+    Case("consumption, groups deleted", partial(consumption, trims=True), Bounds(), long=True),
     Case("consumption of one group", partial(consumption, groups=1, steps=1), Bounds(1)),
     Case(
-        "consumption of two groups, deleted", partial(consumption, steps=1, trims=True), Bounds(1)
+        "consumption of two groups, deleted",
+        partial(consumption, steps=1, trims=True),
+        Bounds(1),
+        long=True,
     ),
     Case("credits", granting, Bounds(), small=True),
     Case("a restore", partial(restores, alone=True), Bounds(), small=True),

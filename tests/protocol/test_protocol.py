@@ -12,8 +12,13 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 def sized(cases):
+    sizes = {"drills": lambda one: not one.small, "long": lambda one: getattr(one, "long", False)}
     return [
-        pytest.param(one, id=one.name, marks=[] if one.small else [pytest.mark.drills])
+        pytest.param(
+            one,
+            id=one.name,
+            marks=[getattr(pytest.mark, mark) for mark, marked in sizes.items() if marked(one)],
+        )
         for one in cases
     ]
 

@@ -86,7 +86,10 @@ def test_every_rank_killed_at_every_point(tmp_path, family, replicate):
     check_end(bucket, 18)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(1, 2, marks=[pytest.mark.drills, pytest.mark.long]), (2, 1)],
+)
 def test_another_number_of_ranks_continues_and_says_what_differs(
     begun, uninterrupted, tmp_path, before, after
 ):

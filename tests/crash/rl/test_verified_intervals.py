@@ -84,6 +84,7 @@ def test_a_lie_told_after_the_run_is_found(copy, lie):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 @pytest.mark.parametrize("lie", EDITS)
 def test_each_lie_told_after_the_run_is_found(copy, lie):
     assert_found(copy, lie)
@@ -121,6 +122,7 @@ def test_a_lie_told_by_the_trainer_is_found(tmp_path):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 @pytest.mark.parametrize("lie", TOLD)
 def test_each_lie_told_by_the_trainer_is_found(tmp_path, lie):
     assert_told(tmp_path, lie)

@@ -84,5 +84,6 @@ def test_two_ranks_in_other_arrangements_publish_the_bits_of_one(tmp_path):
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_four_ranks_in_every_arrangement_publish_the_bits_of_one(tmp_path):
     compare(tmp_path, 4, FOUR)

@@ -307,6 +307,7 @@ def test_two_ranks_compute_ten_steps_alike_and_a_sharded_process_to_the_bit(tmp_
 
 
 @pytest.mark.drills
+@pytest.mark.long
 def test_a_mixed_mesh_resumes_on_any_other(tmp_path):
     """Muon, over tensor × expert ranks, then other axes; and to the bit on the same mesh."""
     bucket = tmp_path / "bucket"
