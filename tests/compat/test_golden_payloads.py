@@ -180,10 +180,13 @@ def test_the_reader_of_the_document_reads_the_stored_vectors():
     assert checked >= 25
 
 
+ONLY_LONG = [pytest.mark.drills, pytest.mark.long]
+
+
 def large(kind, names, fewest):
     """The payloads without stored operands; those of more elements than ``fewest`` in drills."""
     return [
-        pytest.param(f"{name}.{kind}", marks=[pytest.mark.drills] if count > fewest else [])
+        pytest.param(f"{name}.{kind}", marks=ONLY_LONG if count > fewest else [])
         for name, count in names.items()
     ]
 
