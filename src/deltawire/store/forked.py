@@ -41,6 +41,8 @@ _BLOBS = "weights/blobs/"
 _MANIFESTS = "weights/manifests/"
 _MANIFEST = re.compile(rf"{_MANIFESTS}([0-9]{{10}})\.json")
 _MANIFEST_BYTES = 2 << 20
+_FORK_RECORD = "deltawire.fork"
+"""The member of the first manifest's metadata that states where the fork began."""
 _AT_ONCE = 16
 """Manifests of a fork that are read at once."""
 
@@ -55,24 +57,37 @@ class _StatedPayload(msgspec.Struct):
     codec: str = ""
 
 
+class _ForkedAt(msgspec.Struct):
+    version: Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+
+
 class _Stated(msgspec.Struct):
     """The payloads that a manifest, or an anchor that was made later, states."""
 
     delta: _StatedPayload | None = None
     anchor: _StatedPayload | None = None
     payload: _StatedPayload | None = None
+    metadata: dict[str, msgspec.Raw] = {}
+
+    @property
+    def forked_at(self) -> str:
+        """The version that a fork began with, as ten digits; empty where none is stated."""
+        with suppress(KeyError, msgspec.DecodeError):
+            record = msgspec.json.decode(self.metadata[_FORK_RECORD], type=_ForkedAt)
+            return f"{record.version:010d}"
+        return ""
 
     @property
     def payloads(self) -> list[_StatedPayload]:
         return [one for one in (self.delta, self.anchor, self.payload) if one is not None]
 
 
-def _stated(bucket: Bucket, key: str) -> list[_StatedPayload] | None:
-    """Returns the payloads that an object states; None if it is missing or damaged. The names of
+def _stated(bucket: Bucket, key: str) -> _Stated | None:
+    """Returns what an object states of its payloads; None if it is missing or damaged. The names of
     tables are compared with their bytes, so nothing else of the object is checked."""
     with suppress(CorruptError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         data = bucket.get(key, limit=_MANIFEST_BYTES)
-        return None if data is None else msgspec.json.decode(data, type=_Stated).payloads
+        return None if data is None else msgspec.json.decode(data, type=_Stated)
     return None
 
 
@@ -97,6 +112,7 @@ class ForkedBucket(DelegatingBucket):
         self._upper: Bucket | None = None
         self._versions: dict[str, str] | None = None
         """The version, as ten digits, that names each table of the run above."""
+        self._again = False
         self._last = ("", b"")
         """The table that was read last: readers of a part ask for several ranges of one."""
 
@@ -151,16 +167,19 @@ class ForkedBucket(DelegatingBucket):
         anchor that was made later; None if it has none. ``again`` looks once more which blobs are
         tables, where an answer about that may have been damaged."""
         name = key.removeprefix(_BLOBS)
-        if self._last[0] == name:
-            return self._last[1]
+        last = self._last  # Another thread may replace it.
+        if last[0] == name:
+            return last[1]
         if name == key:
             return None
-        if self._versions is None or again:
+        if self._versions is None or (again and not self._again):
+            self._again = again  # Once: a damaged fork asks for many blobs.
             self._versions = dict(self._named_tables())
         if (number := self._versions.get(name)) is None:
             return None
         for place in (f"{_MANIFESTS}{number}.json", f"weights/compacted/{number}-anchor.json"):
-            for one in _stated(upper, place) or ():
+            stated = _stated(upper, place)
+            for one in stated.payloads if stated is not None else ():
                 data = one.table.inline
                 if data and blake3(data).hexdigest() == name:
                     self._last = (name, data)
@@ -168,14 +187,22 @@ class ForkedBucket(DelegatingBucket):
         return None
 
     def _named_tables(self) -> Iterator[tuple[str, str]]:
-        """Yields the tables that the fork's first versions name, with the versions' digits. Its own
-        versions come after those, and have their tables here. Passes over damaged manifests."""
+        """Yields the tables that the fork's first versions name, with the versions' digits. Some
+        may have theirs here: an earlier release may have begun the fork. Its own versions come
+        after the one that the first manifest states. Passes over damaged manifests."""
         listed = [key for key in self.inner.list(_MANIFESTS) if _MANIFEST.fullmatch(key)]
+        forked_at = ""
         for at in range(0, len(listed), _AT_ONCE):
             keys = listed[at : at + _AT_ONCE]
             read = in_parallel(self.inner, partial(_stated, self.inner), keys)
             for key, stated in zip(keys, read, strict=True):
-                tables = [one.table.blob for one in stated or () if one.codec == TABLE_ABOVE]
-                if stated is not None and not tables:
+                number = key[-15:-5]
+                if forked_at and number > forked_at:
                     return
-                yield from ((name, key[-15:-5]) for name in tables)
+                if stated is None:
+                    continue
+                forked_at = forked_at or stated.forked_at
+                payloads = stated.payloads
+                yield from (
+                    (one.table.blob, number) for one in payloads if one.codec == TABLE_ABOVE
+                )

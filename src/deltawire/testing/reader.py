@@ -401,12 +401,22 @@ class Reader:
     def inline_table(self, name: str, version: int) -> bytes | None:
         """The piece table of this name in the manifest of ``version``, or in its later anchor."""
         for key in ("manifests/{:010d}.json", "compacted/{:010d}-anchor.json"):
-            found = json.loads(self._get("weights/" + key.format(version)) or "{}")
-            for payload in (found.get("delta"), found.get("anchor"), found.get("payload")):
-                data = b64decode(payload["table"].get("inline", "")) if payload else b""
+            for text in _inline_tables(self._get("weights/" + key.format(version)) or b"{}"):
+                data = b64decode(text)
                 if blake3(data).hexdigest() == name:
                     return data
         return None
 
     def _check_sum(self, piece: ReadPiece, found: tuple[int, int]) -> None:
         require(to_hex(found) == piece.sum, f"a sum of tensor {self.names[piece.tensor]}")
+
+
+def _inline_tables(stated: bytes) -> list[str]:
+    """The inline tables of an object, as base64; none of a damaged one, which is as if missing."""
+    try:
+        found = json.loads(stated)
+        payloads = [found.get(name) or {} for name in ("delta", "anchor", "payload")]
+        texts = [one.get("table", {}).get("inline", "") for one in payloads]
+        return [text for text in texts if isinstance(text, str) and b64decode(text) is not None]
+    except (ValueError, AttributeError, RecursionError):
+        return []

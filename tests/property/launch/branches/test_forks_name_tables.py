@@ -32,6 +32,7 @@ from deltawire.sync.follow.mirror import empty_mirror
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.maintain.relay import Relay
 from deltawire.testing.faulty import FaultyBucket, flip_bit
+from deltawire.testing.payload_reader import FormatError
 from deltawire.testing.reader import Reader
 from deltawire.testing.tiny import same_bits
 from deltawire.wire import keys, payload
@@ -329,3 +330,60 @@ def test_earlier_releases_name_the_release_that_reads_it(parent, monkeypatch):
 
 def test_store_and_wire_agree_on_the_codec():
     assert forked.TABLE_ABOVE == payload.FORK_CODEC
+
+
+@pytest.mark.parametrize("copied", [1, 3])
+def test_a_fork_that_an_earlier_release_began_is_finished(tmp_path, copied, monkeypatch):
+    """It wrote manifests with inline tables, and was killed before the run's description."""
+    parent = start(tmp_path / "run", anchor_every=100)
+    whole = fork(parent, 4, "twin", copies=True)
+    begun = open_bucket(f"{parent.url}/forks/try", create=True)
+    for key in whole.list(keys.MANIFESTS)[:copied]:
+        data = whole.get(key, limit=1 << 21)
+        begun.create(key, data)
+    # The id of a fork has its name, so those manifests are of another one here.
+    run = read_run(parent)
+    monkeypatch.setattr(forking, "_refuse_another", lambda *_: False)
+    made = fork_run(open_bucket(parent.url), run, 4, "try")
+    found = open_bucket(made.url)
+    names = dict(found._named_tables()) if isinstance(found, ForkedBucket) else None
+    assert names, "the versions after the first ones name tables above"
+    assert set(names.values()) == {f"{n:010d}" for n in range(copied, 5)}
+
+
+def test_a_table_is_found_past_a_tombstone_and_a_damaged_manifest(tmp_path):
+    parent = start(tmp_path / "run", anchor_every=100)
+    made = fork(parent, 4)
+    first, second = made.list(keys.MANIFESTS)[:2]
+    wanted = dict(made._named_tables())
+    for data in (b"{}", b'{"pruned": true}', b"[]", b"[" * 100_000, b"\xff"):
+        for key in (first, second):
+            before = made.get(key, limit=1 << 21)
+            made.put(key, data)
+            found = dict(open_bucket(made.url)._named_tables())
+            assert found.items() <= wanted.items()
+            assert set(found.values()) == set(wanted.values()) - {key[-15:-5]}, (data, key)
+            made.put(key, before)
+
+
+def test_a_damaged_blob_costs_one_more_look_at_the_manifests(tmp_path):
+    parent = start(tmp_path / "run", anchor_every=100)
+    made = fork(parent, 4)
+    listed = []
+    inner = made.inner
+    real = inner.list
+    inner.list = lambda *a, **k: (listed.append(a), real(*a, **k))[1]
+    for number in range(6):
+        assert made.get(keys.blob(f"{number:064x}"), limit=100) is None
+    assert len(listed) <= 2
+
+
+@pytest.mark.parametrize("junk", [b"[]", b"{", b"\xff", b"[" * 100_000, b'{"delta": 1}',
+                                  b'{"delta": {"table": {"inline": "?"}}}'])  # fmt: skip
+def test_the_plain_reader_takes_damage_above_for_missing(tmp_path, junk):
+    parent = start(tmp_path / "run", anchor_every=100)
+    made = fork(parent, 4)
+    parent.put(keys.manifest(2), junk)
+    above = plain(parent.url)
+    with pytest.raises(FormatError):
+        plain(made.url, above=above).read(4)
