@@ -273,7 +273,7 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
     run = start_run(bucket)
     secret = options.pop("secret", None) or deployment_secret(bucket, run)
     reread, reconsent = options.pop("reread", None), options.pop("reconsent", None)
-    limits = options.pop("call_limits", None)
+    limits, filters = options.pop("call_limits", None), options.pop("filters", None)
     recorder = Recorder(
         bucket, run, folder, secret, Redaction(redact, on_failure=on_failure),
         RecorderOptions(**options), reread=reread, reconsent=reconsent,
@@ -293,8 +293,9 @@ async def live_serving(bucket, folder, monkeypatch, *, replicas=1, redact=None, 
             limits=limits, clients=clients,
         )  # fmt: skip
         calls = LiveCalls(
-            recorder, defaults, release=release, webhook_secret=hook, model_names=names
-        )
+            recorder, defaults, release=release, webhook_secret=hook, model_names=names,
+            filters=filters,
+        )  # fmt: skip
         calls.add_to(app)
         runner = build_runner(app)
         await runner.setup()

@@ -18,7 +18,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.set_defaults(call=run)
     add_run_url(parser)
-    parser.add_argument("name", metavar="NAME", help="trainer, evaluator, or the id of a worker")
+    parser.add_argument(
+        "name", metavar="NAME", help="trainer, evaluator, decider, or the id of a worker"
+    )
     parser.add_argument(
         "--silence",
         type=float,

@@ -26,13 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.set_defaults(call=run)
     add_run_url(parser)
-    parser.add_argument(
-        "--replica",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="the URL of a vLLM or SGLang server; repeat it for several",
-    )
+    _add_replicas(parser)
     _add_upstreams(parser)
     add_address(parser, port=8400)
     add_token_file(parser)
@@ -87,6 +81,30 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_trust(parser)
     _add_capture(parser)
     _add_feedback(parser)
+    _add_other_servers(parser)
+
+
+def _add_replicas(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--replica",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="the URL of a vLLM or SGLang server; repeat it for several",
+    )
+    parser.add_argument(
+        "--replicas-file",
+        default="",
+        metavar="FILE",
+        help="holds the replicas' URLs, one a line; read again while the gateway runs",
+    )
+    parser.add_argument(
+        "--replicas-dns",
+        default="",
+        metavar="URL",
+        help="take each address of this URL's host as a replica, and look it up again, such as "
+        "http://replicas:8000 of a headless service",
+    )
 
 
 def _add_upstreams(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +121,40 @@ def _add_upstreams(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         group.add_argument(name, action="append", default=[], metavar=metavar, help=what)
+
+
+def _add_other_servers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "filters and judges", "other servers, by URL, that see texts of users and answers"
+    )
+    for name, metavar, what in (
+        ("--filter-request", "URL", "ask this server whether a request may be answered"),
+        (
+            "--filter-answer",
+            "URL",
+            "ask this server whether an answer may be shown; streams are held until their end",
+        ),
+        ("--filter-key-file", "FILE", "holds the key of both"),
+    ):
+        group.add_argument(name, default="", metavar=metavar, help=what)
+    group.add_argument(
+        "--filter-failure",
+        choices=("closed", "open"),
+        default="closed",
+        help="if a filter does not answer: show nothing, or everything (default: closed)",
+    )
+    for name, metavar, what in (
+        ("--judge", "NAME=URL", "have this server score stored answers, as judged_NAME"),
+        ("--judge-key-file", "NAME=FILE", "holds its key"),
+    ):
+        group.add_argument(name, action="append", default=[], metavar=metavar, help=what)
+    group.add_argument(
+        "--judge-share",
+        type=share,
+        default=1.0,
+        metavar="SHARE",
+        help="have this share of stored answers scored (default: 1)",
+    )
 
 
 def _add_capture(parser: argparse.ArgumentParser) -> None:
@@ -187,6 +239,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     options = GatewayOptions(
         replicas=arguments.replica,
+        replicas_file=arguments.replicas_file,
+        replicas_dns=arguments.replicas_dns,
         host=arguments.host,
         port=arguments.port,
         token_file=arguments.token_file,
@@ -204,6 +258,13 @@ def run(arguments: argparse.Namespace) -> int:
         upstreams=arguments.upstream,
         upstream_models=arguments.upstream_model,
         upstream_key_files=arguments.upstream_key_file,
+        judges=arguments.judge,
+        judge_key_files=arguments.judge_key_file,
+        judge_share=arguments.judge_share,
+        filter_request=arguments.filter_request,
+        filter_answer=arguments.filter_answer,
+        filter_key_file=arguments.filter_key_file,
+        filter_failure=arguments.filter_failure,
         trust=trust_of(arguments),
         key=arguments.key,
         secret=arguments.secret,

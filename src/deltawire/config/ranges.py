@@ -14,6 +14,8 @@ from typing import Final
 from deltawire.errors import InputError
 
 Range = tuple[float, float]
+JUDGED: Final = "judged_"
+"""Before the name of a judge: the kind of its scores, from 0, the worst, to 1, the best."""
 KNOWN_RANGES: Final[Mapping[str, Range]] = {
     "accept": (0.0, 1.0),
     "reject": (1.0, 0.0),
@@ -51,7 +53,8 @@ def range_fault(ranges: Mapping[str, Sequence[float]]) -> tuple[str, str] | None
 def range_of(ranges: Mapping[str, Sequence[float]], kind: str) -> Range:
     """Returns the worst and the best value of a kind of feedback, or of a fact of an answer; raises
     `InputError` where neither the configuration nor the kind states them."""
-    worst, best = ranges.get(kind) or KNOWN_RANGES.get(kind) or (0.0, 0.0)
+    natural = (0.0, 1.0) if kind.startswith(JUDGED) else (0.0, 0.0)
+    worst, best = ranges.get(kind) or KNOWN_RANGES.get(kind) or natural
     if worst == best:
         raise InputError(
             f"canaries cannot compare {kind!r}: its range is unknown",

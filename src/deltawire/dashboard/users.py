@@ -27,6 +27,7 @@ from deltawire.wire.user_windows import (
     Z,
     coarsened,
     merged,
+    merged_labels,
 )
 
 MOST_POINTS = 1024
@@ -72,16 +73,26 @@ class DecisionMark(msgspec.Struct, frozen=True, kw_only=True):
     effect: Measured | None = None
 
 
+class LabelPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One task label, or one client by its API key, in one arm, over the whole time; an empty
+    ``name`` is all others."""
+
+    by: str
+    name: str
+    figures: UserPoint
+
+
 class UserView(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it. ``total`` is each arm over the whole time. ``effect`` is the satisfaction in the
-    serving arm less that with the hold-back version, within windows in which users of both
-    reported: the mean of these differences, weighted by the users of the hold-back version in each
-    (``count`` in all). It has no interval, since users come back."""
+    """All of it. ``total`` is each arm over the whole time, and ``labels`` are parts of it.
+    ``effect`` is the satisfaction in the serving arm less that with the hold-back version, within
+    windows in which users of both reported: the mean of these differences, weighted by the users of
+    the hold-back version in each (``count`` in all). It has no interval, since users come back."""
 
     points: list[UserPoint]
     total: list[UserPoint]
     marks: list[DecisionMark]
     effect: Measured | None = None
+    labels: list[LabelPoint] = []
 
 
 def users_of(
@@ -109,6 +120,17 @@ def users_of(
         total=[point_of(one, since, seconds, by_user=False) for one in _arms_of(windows)],
         marks=[] if log is None else _marks(log, windows[0].since),
         effect=_effect(windows),
+        labels=[
+            LabelPoint(
+                by=one.by,
+                name=one.name,
+                figures=point_of(one.counts, since, seconds, by_user=False),
+            )
+            for one in sorted(
+                merged_labels(label for window in windows for label in window.labels),
+                key=lambda one: one.place,
+            )
+        ],
     )
 
 

@@ -9,11 +9,16 @@ from typing import Literal
 import msgspec
 
 from deltawire.config import FaultsConfig
+from deltawire.dashboard.live_processes import read_decider
 from deltawire.errors import InputError, RetryError
 from deltawire.runtime.heartbeat import impatient, read_heartbeat
 from deltawire.runtime.liveness import Liveness
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
 from deltawire.wire import keys
+
+State = Literal["alive", "stalled", "silent", "ended", "unknown"]
+DECIDER = "decider"
+"""The name of ``deltawire live decide``, which has no heartbeat but a state of its own."""
 
 
 class ExaminedProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +30,7 @@ class ExaminedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     process: str
-    state: Literal["alive", "stalled", "silent", "ended", "unknown"]
+    state: State
     reason: str
     age_s: float | None
     """Seconds since its last heartbeat, by the clock of this machine."""
@@ -51,9 +56,18 @@ def examine_process(
     if not 0 < allowed_s < math.inf:
         raise InputError(f"--silence {allowed_s} is not a number of seconds above 0")
     try:
-        heartbeat = read_heartbeat(impatient(open_trusted(location, trust)), name)
+        bucket = impatient(open_trusted(location, trust))
+        heartbeat = read_heartbeat(bucket, name)
+        decider = read_decider(bucket) if heartbeat is None and name == DECIDER else None
     except RetryError as error:
         return ExaminedProcess(process=name, state="unknown", reason=str(error), age_s=None)
+    if decider is not None:
+        age_s = max(0.0, (time.time() if now is None else now) - decider.at)
+        silent = "" if age_s <= allowed_s else f"it looked {age_s:.0f} s ago"
+        state: State = "ended" if decider.ended else "silent" if silent else "alive"
+        return ExaminedProcess(
+            process=name, state=state, reason="" if decider.ended else silent, age_s=age_s
+        )
     if heartbeat is None:
         reason = "no heartbeat under this name"
         return ExaminedProcess(process=name, state="silent", reason=reason, age_s=None)

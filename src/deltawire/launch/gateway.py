@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -14,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -27,7 +28,7 @@ from deltawire.launch.live_secret import SecretPlace
 from deltawire.launch.role_keys import read_signer
 from deltawire.launch.server_logs import configure_logs
 from deltawire.launch.tokens import ADMIN_TOKEN_VARIABLE, TOKEN_VARIABLE, read_token
-from deltawire.launch.upstreams import UpstreamPlace, read_upstreams
+from deltawire.launch.upstreams import UpstreamPlace, read_filter, read_judges, read_upstreams
 from deltawire.live.capture.consent import ConsentRule, read_users
 from deltawire.live.capture.names import name_in
 from deltawire.live.capture.redaction import Redaction, load_redact
@@ -47,6 +48,13 @@ from deltawire.serving.client_keys import ClientKeys, ClientLimits, read_clients
 from deltawire.serving.contract import ReplicaSetState
 from deltawire.serving.cors import check_origins
 from deltawire.serving.replica_set import ReplicaSet
+from deltawire.serving.replica_sources import (
+    ReplicaFile,
+    ReplicaFollower,
+    ReplicaName,
+    ReplicaSource,
+    check_replica_url,
+)
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import read_run
 from deltawire.wire.roles import GATEWAY_ROLE
@@ -56,6 +64,7 @@ REPLICA_KEY_VARIABLE = "DELTAWIRE_REPLICA_KEY"
 REPORT_EVERY_S = 1.0
 TOKENS_EVERY_S = 10.0
 MOST_NAME = 256
+MOST_FILES = 65_536
 _LOG = logging.getLogger("deltawire.live")
 
 
@@ -68,6 +77,8 @@ class GatewayOptions:
     """
 
     replicas: Sequence[str]
+    replicas_file: str = ""
+    replicas_dns: str = ""
     host: str = "127.0.0.1"
     port: int = 8400
     token_file: str = ""
@@ -85,6 +96,13 @@ class GatewayOptions:
     upstreams: Sequence[str] = ()
     upstream_models: Sequence[str] = ()
     upstream_key_files: Sequence[str] = ()
+    judges: Sequence[str] = ()
+    judge_key_files: Sequence[str] = ()
+    judge_share: float = 1.0
+    filter_request: str = ""
+    filter_answer: str = ""
+    filter_key_file: str = ""
+    filter_failure: Literal["closed", "open"] = "closed"
     trust: ReaderTrust = ANY
     key: str = ""
     secret: str = ""
@@ -112,17 +130,12 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
     console = Console(stderr=True, highlight=False)
     configure_logs(options.log_format)
     for url in options.replicas:
-        if not _is_http(url):
-            raise InputError(f"--replica {url} is not an http:// or https:// URL")
-        if "@" in urlsplit(url).netloc:
-            raise InputError(
-                f"--replica {urlsplit(url).hostname}: the URL contains credentials",
-                hint=f"put the replicas' key into {REPLICA_KEY_VARIABLE}",
-            )
+        check_replica_url("--replica", url)
+    source = _source(options)
     upstreams = read_upstreams(
         options.upstreams, options.upstream_models, options.upstream_key_files
     )
-    if not options.replicas and not upstreams:
+    if not options.replicas and source is None and not upstreams:
         raise InputError("a gateway needs a server", hint="give --replica URL, or --upstream")
     clients = ClientKeys(read_clients(options.clients) if options.clients else {})
     check_port(options.port)
@@ -147,7 +160,7 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
     with locked(folder):
         _refuse_an_older_key(bucket, folder, secret)
         calls = _live_calls(options, bucket, run, folder, secret, lambda: place.read(bucket, run))
-        beside = upstreams, clients
+        beside = upstreams, clients, source
         asyncio.run(_serve(options, beside, bucket, run, (token, admin), calls, console))
 
 
@@ -218,6 +231,7 @@ def _live_calls(
             limits=FeedbackLimits(options.feedback_per_minute, options.feedback_per_day),
             retain=config.retain,
             ranges=config.live.ranges,
+            judges=read_judges(options.judges, options.judge_key_files, share=options.judge_share),
         ),
         reread=reread,
         reconsent=consent if options.capture_users else None,
@@ -229,47 +243,70 @@ def _live_calls(
         release=config.live.release,
         webhook_secret=webhook.encode(),
         model_names=options.model_names,
+        filters=read_filter(
+            options.filter_request,
+            options.filter_answer,
+            options.filter_key_file,
+            open_on_failure=options.filter_failure == "open",
+        ),
     )
 
 
-def _is_http(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
+def raise_file_limit() -> None:
+    """Lets this process have as many open files as the machine permits: each request under way
+    takes two."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _source(options: GatewayOptions) -> ReplicaSource | None:
+    """Returns where replicas come from that come and go; None for a fixed list."""
+    given = [bool(options.replicas), bool(options.replicas_file), bool(options.replicas_dns)]
+    if sum(given) > 1:
+        raise InputError("give one of --replica, --replicas-file and --replicas-dns")
+    if options.replicas_file:
+        source = ReplicaFile(options.replicas_file)
+        source.read()  # A file that cannot be read is refused at the start.
+        return source
+    return ReplicaName(options.replicas_dns) if options.replicas_dns else None
 
 
 async def _serve(
     options: GatewayOptions,
-    beside: tuple[Sequence[UpstreamPlace], ClientKeys],
+    beside: tuple[Sequence[UpstreamPlace], ClientKeys, ReplicaSource | None],
     bucket: Bucket,
     run: Run,
     tokens: tuple[str, str],
     calls: LiveCalls,
     console: Console,
 ) -> None:
-    import aiohttp
-
-    from deltawire.serving.app import CallLimits, build_app, build_runner
+    from deltawire.serving.app import CallLimits, build_app, build_runner, build_session
     from deltawire.serving.cors import add_cors
     from deltawire.serving.request_ids import HEADER
     from deltawire.serving.upstream import OpenAIUpstream
     from deltawire.serving.vllm import VllmReplica
 
-    upstreams, clients = beside
+    upstreams, clients, source = beside
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     key = os.environ.get(REPLICA_KEY_VARIABLE, "")
     context = tls_context(options.tls_certificate, options.tls_key)
-    async with aiohttp.ClientSession(auto_decompress=False) as session:
+    raise_file_limit()
+    async with build_session() as session:
+
+        def replica_at(url: str) -> VllmReplica:
+            return VllmReplica(url, session, key=key)
+
         replicas = ReplicaSet(
             bucket,
             run,
             [
-                *(VllmReplica(url, session, key=key) for url in options.replicas),
+                *map(replica_at, options.replicas),
                 *(
                     OpenAIUpstream(one.name, one.url, session, model=one.model, key=one.key)
                     for one in upstreams
@@ -277,6 +314,7 @@ async def _serve(
             ],
             transition=options.transition,
             drain_s=options.drain_s,
+            changes=source is not None,
         )
         app = build_app(
             replicas,
@@ -292,8 +330,9 @@ async def _serve(
             ),
         )
         calls.add_to(app)
-        exposed = (HEADER, ANSWER_HEADER, RECEIPT_HEADER)
-        add_cors(app, options.cors_origins, exposed=exposed)
+        if source is not None:
+            app.cleanup_ctx.append(ReplicaFollower(replicas, source, replica_at).run)
+        add_cors(app, options.cors_origins, exposed=(HEADER, ANSWER_HEADER, RECEIPT_HEADER))
         runner = build_runner(app)
         async with listening(
             runner,

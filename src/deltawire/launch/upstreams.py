@@ -1,7 +1,9 @@
-"""Reads which other providers' models a gateway may ask, and the keys for them."""
+"""Reads which other servers a gateway may ask, and the keys for them: other providers' models,
+judges, and content filters."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +12,13 @@ from urllib.parse import urlsplit
 
 from deltawire.errors import InputError
 from deltawire.launch.tokens import read_token
+from deltawire.live.gateway.content_filter import ContentFilter
+from deltawire.live.gateway.judges import Judge
 from deltawire.runtime.children import UPSTREAM_KEY as KEY_VARIABLE
 from deltawire.wire.decisions import ServedVersion
 
 MOST_UPSTREAMS = 16
+MOST_JUDGES = 8
 MOST_MODEL = 256
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}\Z")
 
@@ -38,9 +43,9 @@ def read_upstreams(
 
         read_upstreams(["openai=https://api.openai.com/v1"], ["openai=gpt-x"], [])
     """
-    places = _named("--upstream", urls)
-    named = _named("--upstream-model", models)
-    files = _named("--upstream-key-file", key_files)
+    places = named_values("--upstream", urls)
+    named = named_values("--upstream-model", models)
+    files = named_values("--upstream-key-file", key_files)
     if len(places) > MOST_UPSTREAMS:
         raise InputError(f"{len(places)} upstreams; a gateway has at most {MOST_UPSTREAMS}")
     for option, found in (("--upstream-model", named), ("--upstream-key-file", files)):
@@ -52,16 +57,11 @@ def read_upstreams(
 def _place(
     name: str, url: str, models: Mapping[str, str], files: Mapping[str, str]
 ) -> UpstreamPlace:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-        raise InputError(
-            f"--upstream {name}: no http:// or https:// URL",
-            hint="give the base URL of OpenAI's clients, such as https://api.openai.com/v1",
-        )
     variable = KEY_VARIABLE + name.upper().replace("-", "_")
-    if "@" in parts.netloc:
+    if "?" in url:
         raise InputError(
-            f"--upstream {name}: the URL contains credentials", hint=f"put its key into {variable}"
+            f"--upstream {name}: its URL has a query",
+            hint="give the base URL of OpenAI's clients, such as https://api.openai.com/v1",
         )
     if not 0 < len(models.get(name, "")) <= MOST_MODEL:
         raise InputError(
@@ -69,11 +69,59 @@ def _place(
             hint=f"give --upstream-model {name}=MODEL",
         )
     key = read_token(files.get(name, ""), variable)
-    if key and parts.scheme == "http" and not _is_loopback(parts.hostname):
-        raise InputError(
-            f"--upstream {name}: its key would be sent in clear text", hint="give an https:// URL"
-        )
+    check_server_url(f"--upstream {name}", url, key=key)
     return UpstreamPlace(name, url, models[name], key)
+
+
+def check_server_url(option: str, url: str, *, key: str) -> None:
+    """Raises `InputError` for what is no URL of a server, holds credentials, or would have ``key``
+    sent in clear text."""
+    parts = urlsplit("")
+    sound = False
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    if not sound:
+        raise InputError(
+            f"{option}: no http:// or https:// URL",
+            hint="give an address such as https://api.example.com/v1",
+        )
+    if "@" in parts.netloc:
+        raise InputError(f"{option}: the URL contains credentials", hint="put its key into a file")
+    if key and parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
+        raise InputError(
+            f"{option}: its key would be sent in clear text", hint="give an https:// URL"
+        )
+
+
+def read_judges(
+    urls: Sequence[str], key_files: Sequence[str], *, share: float
+) -> tuple[Judge, ...]:
+    """Returns the judges of ``--judge`` and ``--judge-key-file``, each of the form ``NAME=VALUE``;
+    raises `InputError`."""
+    places, files = named_values("--judge", urls), named_values("--judge-key-file", key_files)
+    if odd := files.keys() - places.keys():
+        raise InputError(f"--judge-key-file names {min(odd)}, which no --judge does")
+    if len(places) > MOST_JUDGES:
+        raise InputError(f"{len(places)} judges; a gateway has at most {MOST_JUDGES}")
+    found = []
+    for name, url in places.items():
+        key = read_token(files[name]) if name in files else ""
+        check_server_url(f"--judge {name}", url, key=key)
+        found.append(Judge(name, url, key, share))
+    return tuple(found)
+
+
+def read_filter(
+    before: str, after: str, key_file: str, *, open_on_failure: bool = False
+) -> ContentFilter:
+    """Returns the content filter of ``--filter-request``, ``--filter-answer`` and
+    ``--filter-key-file``; raises `InputError`."""
+    key = read_token(key_file) if key_file else ""
+    for option, url in (("--filter-request", before), ("--filter-answer", after)):
+        if url:
+            check_server_url(option, url, key=key)
+    return ContentFilter(before=before, after=after, key=key, open_on_failure=open_on_failure)
 
 
 def _is_loopback(host: str) -> bool:
@@ -83,7 +131,9 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _named(option: str, values: Sequence[str]) -> dict[str, str]:
+def named_values(option: str, values: Sequence[str]) -> dict[str, str]:
+    """Returns the values of an option of the form ``NAME=VALUE`` by their names; raises
+    `InputError`."""
     found: dict[str, str] = {}
     for value in values:
         name, given, rest = value.partition("=")

@@ -196,6 +196,13 @@ def needs(access: Access) -> Callable[[H], H]:
     return mark
 
 
+def build_session() -> aiohttp.ClientSession:
+    """Returns a session for calls of other servers; the caller closes it. Streams stay open for
+    long, so it has no limit of connections: aiohttp's own would have the 101st request wait."""
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(connector=connector, auto_decompress=False)
+
+
 def build_app(
     replicas: ReplicaSet,
     session: aiohttp.ClientSession,

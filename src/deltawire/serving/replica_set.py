@@ -92,6 +92,19 @@ class TrackedReplica:
     asking: asyncio.Task[HeldVersion] | None = None
     queued: asyncio.Task[HeldVersion] | None = None
     outlier: Outlier = field(default_factory=Outlier)
+    removed: bool = False
+    """True once it is no replica of the set any more: its requests end, and none begins."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Which versions replicas were last told to hold, and which share of them."""
+
+    serving: TargetVersion
+    candidate: TargetVersion | None
+    share: float
+    hold_back: TargetVersion | None
+    hold_back_share: float
 
 
 class ReplicaSet:
@@ -99,7 +112,8 @@ class ReplicaSet:
 
     With the transition ``sync`` a replica is loaded after its requests have ended, and gets no new
     ones until then; with ``async`` it is loaded at once, and requests in flight continue over the
-    swap. Before the first hot-load, replicas keep the version that they have.
+    swap. Before the first hot-load, replicas keep the version that they have. `replace` changes
+    which replicas there are, if the set ``changes``; it may begin empty then.
 
     Example::
 
@@ -116,18 +130,22 @@ class ReplicaSet:
         *,
         transition: Transition = "async",
         drain_s: float = 90.0,
+        changes: bool = False,
     ) -> None:
-        if len({replica.name for replica in replicas}) != len(replicas) or not replicas:
-            raise InputError("give at least one replica, each with another name")
+        if len({replica.name for replica in replicas}) != len(replicas):
+            raise InputError("each replica needs another name")
+        if not replicas and not changes:
+            raise InputError("give at least one replica")
+        self.changes = changes
         self.bucket = bucket
         self.run = run
         self.transition: Transition = transition
         self.drain_s = drain_s
         self.wanted: TargetVersion | None = None
-        self.aimed = False
+        self._aim: Aim | None = None
         self.ledger: dict[str, LedgerEntry] = {}
         self._members = [TrackedReplica(replica) for replica in replicas]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing = False
         self._digests: dict[int, str] = {}
 
@@ -138,15 +156,46 @@ class ReplicaSet:
 
     def start(self) -> None:
         """Starts one task for each replica, on the running event loop."""
+        for member in self._members:
+            self._start(member)
+
+    def _start(self, member: TrackedReplica) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._supervise(member)) for member in self._members]
+        self._tasks[member.replica.name] = loop.create_task(self._supervise(member))
+
+    def replace(self, replicas: Sequence[Replica]) -> None:
+        """Makes these the run's replicas; upstreams stay. One whose name stays is kept with its
+        state. A new one is told which version to hold, and takes requests once it states so; one
+        that is gone ends the requests that it has."""
+        names = {replica.name for replica in replicas}
+        for member in [m for m in self._members if not m.replica.upstream]:
+            if member.replica.name in names:
+                continue
+            member.removed = True
+            self._members.remove(member)
+            self._tasks.pop(member.replica.name).cancel()
+        known = {member.replica.name for member in self._members}
+        new = [TrackedReplica(one) for one in replicas if one.name not in known]
+        self._members += new
+        for member in new:
+            self._start(member)
+        if self._aim is not None:
+            self._spread(self._aim)
+        elif self.wanted is not None:
+            for member in new:
+                self._want(member, self.wanted)
+
+    @property
+    def aimed(self) -> bool:
+        """Whether a decision says which version serves."""
+        return self._aim is not None
 
     async def close(self) -> None:
         """Stops the tasks; the replicas keep serving."""
         self._closing = True  # `wait_for` may lose a cancellation to an event that is set then.
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def hot_load(self, request: HotLoad) -> ReplicaSetState:
         """Tells every replica to move to a version of the run; returns at once.
@@ -226,17 +275,24 @@ class ReplicaSet:
                     run=self.bucket.url,
                     version=wanted.version,
                 )
-        self.aimed, self.wanted = True, serving
+        self._aim = Aim(serving, candidate, share, hold_back, hold_back_share)
+        self.wanted = serving
+        self._spread(self._aim)
+
+    def _spread(self, aim: Aim) -> None:
+        """Tells each replica which version to hold. Replicas are ranked by a hash of their names,
+        so one that comes or goes moves few others."""
+        serving, candidate, hold_back = aim.serving, aim.candidate, aim.hold_back
         own = [m for m in self._members if not m.replica.upstream]
         ranked = sorted(own, key=lambda m: blake3(m.replica.name.encode()).digest())
         serves = 0 if serving.upstream else 1  # Replicas that the serving version needs.
-        shows = int(candidate is not None and not candidate.upstream and bool(share))
+        shows = int(candidate is not None and not candidate.upstream and bool(aim.share))
         count = held = 0
         if hold_back is not None and not hold_back.upstream and len(ranked) > serves + 1:
             most = max(len(ranked) - serves - 1, 1)
-            held = min(max(round(hold_back_share * len(ranked)), 1), most)
+            held = min(max(round(aim.hold_back_share * len(ranked)), 1), most)
         if candidate is not None and shows:
-            count = min(max(round(share * len(ranked)), 1), len(ranked) - held - serves)
+            count = min(max(round(aim.share * len(ranked)), 1), len(ranked) - held - serves)
             if not serves:  # Nothing else is wanted of these replicas.
                 count = len(ranked) - held
         for place, member in enumerate(ranked):
@@ -257,7 +313,7 @@ class ReplicaSet:
     @property
     def ready(self) -> bool:
         """Returns whether every replica attested that it holds the version requested last."""
-        return all(self._is_ready(member) for member in self._members)
+        return bool(self._members) and all(self._is_ready(member) for member in self._members)
 
     @property
     def draining(self) -> bool:
@@ -444,7 +500,7 @@ class ReplicaSet:
 
     async def _supervise(self, member: TrackedReplica) -> None:
         pause_s = POLL_EVERY_S
-        while not self._closing:
+        while not self._closing and not member.removed:
             wanted = member.wanted
             try:
                 await self._reconcile(member, wanted)

@@ -30,8 +30,8 @@ MAX_ROWS = 1 << 16
 MAX_TEXT = 64
 
 Kind = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
-"""A kind of feedback: one of `KINDS`, ``event_…`` for an event of the product, or ``detected_…``
-for a signal that a detector found."""
+"""A kind of feedback: one of `KINDS`, ``event_…`` for an event of the product, ``detected_…`` for a
+signal that a detector found, or ``judged_…`` for the score of a judge."""
 KINDS = ("accept", "reject", "thumbs", "score", "edit_distance", "kept_share", "edit")
 MAX_EDIT = 1 << 15
 """Characters of the text of an edit, at most."""
@@ -40,6 +40,8 @@ Mark = Literal["refusal", "question", "hedging", "repetition"]
 FAILED, LEFT, TIMED_OUT = "error", "left", "timeout"
 """The ``finish`` of an answer that a replica failed to give, of one whose client left before its
 end, and of one that had not ended when its outcome was due."""
+FILTERED = "content_filter"
+"""The ``finish`` of an answer that a content filter withheld, the gateway's or a provider's own."""
 ENDED_EARLY = frozenset({FAILED, LEFT, TIMED_OUT})
 NOT_STORED = "the user did not agree to its storing"
 WITHHELD = "its text could not be redacted"

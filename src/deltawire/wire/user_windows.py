@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,12 @@ MOST_BYTES = 512 << 10
 MOST_ARMS = 4
 """Of one window: versions beyond `MOST_SOURCES` count together, in one row for each arm."""
 KINDS_AT_MOST = 16
+LabelKind = Literal["task", "client"]
+MOST_LABELS = 48
+MOST_REST = 8
+"""Of `MOST_LABELS`: rows of labels beyond them, one for each kind of label and arm."""
+MOST_LABEL = 64
+"""Characters of a label."""
 DAY_S, HOUR_S = 86_400.0, 3600.0
 COARSE = ((6 * HOUR_S, HOUR_S), (2 * DAY_S, DAY_S))
 """Windows older than the first number of seconds are merged to the second."""
@@ -129,23 +135,72 @@ class UserCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
-class UserWindow(msgspec.Struct, frozen=True, kw_only=True):
+class LabelCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The counts of one task label, or of one client by the name of its API key; an empty name is
+    all further ones. ``counts`` are of one arm, whose versions are one, without kinds of feedback.
+    """
+
+    by: LabelKind
+    name: Annotated[str, Meta(max_length=MOST_LABEL)]
+    counts: UserCounts
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Returns the kind of label, the name and the arm."""
+        return self.by, self.name, self.counts.arm
+
+
+class UserWindow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The counts of the ``seconds`` from ``since`` on, in seconds since 1970."""
 
     since: Annotated[float, Meta(ge=0, le=1e12)]
     seconds: Annotated[float, Meta(gt=0, le=DAY_S)]
     counts: Annotated[list[UserCounts], Meta(max_length=MOST_SOURCES)] = []
+    labels: Annotated[list[LabelCounts], Meta(max_length=MOST_LABELS)] = []
 
 
 def fitting(windows: list[UserWindow]) -> list[UserWindow]:
-    """Returns the newest windows that take at most `MOST_BYTES` as JSON."""
+    """Returns the newest windows that take at most `MOST_BYTES` as JSON. Labels take what the
+    windows leave, the newest first."""
     room, found = MOST_BYTES, []
     for one in reversed(windows):
-        room -= len(msgspec.json.encode(one)) + 1
+        room -= len(msgspec.json.encode(_unlabeled(one))) + 1
         if room < 0:
-            break
+            return [_unlabeled(window) for window in found[::-1]]
         found.append(one)
+    for place, one in enumerate(found):
+        room -= len(msgspec.json.encode(one.labels)) + len('"labels":,')
+        found[place] = one if room >= 0 else _unlabeled(one)
     return found[::-1]
+
+
+def _unlabeled(window: UserWindow) -> UserWindow:
+    return msgspec.structs.replace(window, labels=[]) if window.labels else window
+
+
+def merged_labels(labels: Iterable[LabelCounts]) -> list[LabelCounts]:
+    """Adds up those of the same kind, name and arm. Of more than `MOST_LABELS`, those with the
+    fewest answers count together, by kind and arm."""
+    found = _by_label(labels)
+    if len(found) <= MOST_LABELS:
+        return found
+    named = sorted(
+        (one for one in found if one.name), key=lambda one: one.counts.answers, reverse=True
+    )
+    kept = {one.place for one in named[: MOST_LABELS - MOST_REST]}
+    rest = (
+        msgspec.structs.replace(one, name="") if one.place not in kept else one for one in found
+    )
+    return _by_label(rest)
+
+
+def _by_label(labels: Iterable[LabelCounts]) -> list[LabelCounts]:
+    found: dict[tuple[str, str, str], LabelCounts] = {}
+    for one in labels:
+        known = found.get(one.place)
+        counts = one.counts if known is None else known.counts.plus(one.counts)
+        found[one.place] = msgspec.structs.replace(one, counts=counts)
+    return list(found.values())
 
 
 def merged(counts: Iterable[UserCounts]) -> list[UserCounts]:
@@ -176,7 +231,7 @@ def _rest(counts: UserCounts) -> UserCounts:
 def coarsened(windows: Iterable[UserWindow], now: float) -> list[UserWindow]:
     """Returns windows, the oldest first, with older ones merged to hours and days, and the oldest
     left out; of several gateways too."""
-    groups: dict[tuple[float, float], list[UserCounts]] = {}
+    groups: dict[tuple[float, float], list[UserWindow]] = {}
     for one in windows:
         age = now - one.since
         if age > KEPT_S:
@@ -186,9 +241,14 @@ def coarsened(windows: Iterable[UserWindow], now: float) -> list[UserWindow]:
             if age > older:
                 seconds = max(seconds, width)
         since = one.since // seconds * seconds
-        groups.setdefault((since, seconds), []).extend(one.counts)
+        groups.setdefault((since, seconds), []).append(one)
     found = [
-        UserWindow(since=since, seconds=seconds, counts=merged(counts))
-        for (since, seconds), counts in sorted(groups.items())
+        UserWindow(
+            since=since,
+            seconds=seconds,
+            counts=merged(counts for one in group for counts in one.counts),
+            labels=merged_labels(label for one in group for label in one.labels),
+        )
+        for (since, seconds), group in sorted(groups.items())
     ]
     return found[-MOST_WINDOWS:]

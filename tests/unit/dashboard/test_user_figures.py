@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import msgspec
 import pytest
 from live_gateway import ADMIN, live_serving, published
 
@@ -11,7 +12,8 @@ from deltawire.dashboard.problems import problems_of
 from deltawire.dashboard.release import release_of
 from deltawire.dashboard.status import Watch
 from deltawire.dashboard.users import share_of, users_of
-from deltawire.live.gateway.user_figures import AnswerSource, UserFigures
+from deltawire.live.gateway import user_figures
+from deltawire.live.gateway.user_figures import LEAST_USERS, AnswerSource, Label, UserFigures
 from deltawire.live.release.decider_liveness import DeciderLiveness
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.sync import read_run
@@ -22,6 +24,8 @@ from deltawire.wire.decisions import Decision, ServedVersion
 from deltawire.wire.objects import decode_json, encode_json
 from deltawire.wire.user_windows import (
     MOST_BYTES,
+    MOST_LABELS,
+    LabelCounts,
     MeanSums,
     UserCounts,
     UserWindow,
@@ -202,6 +206,98 @@ def test_versions_beyond_the_most_of_a_day_count_together():
         assert rows[29] == 100
         assert rows[-1] > 0
     assert coarsened([found], 3 * day) == [found]
+
+
+def test_results_by_task_and_client_add_up_to_those_of_the_arm():
+    now = [10_000.0]
+    figures = figures_at(now)
+    for number in range(4 * LEAST_USERS):
+        task, client = ("billing", "web") if number % 2 else ("search", "app")
+        answer, user = f"{number:032x}", f"u{number}"
+        figures.answered(
+            answer, SERVING, finish="error" if number == 1 else "stop", first_s=0.5, tokens=10,
+            labels=[Label("client", client), Label("task", task)], user=user,
+        )  # fmt: skip
+        figures.reported(report(answer, user, value=1.0 if task == "search" else -1.0))
+    now[0] += 900  # Of a window that is over, and of the present one.
+    figures.answered(
+        "f" * 32, SERVING, finish="stop", first_s=0.5, tokens=10,
+        labels=[Label("client", "web"), Label("task", "ask.of.ann@example.com")], user="ann",
+    )  # fmt: skip
+    found = users_of([gateway(figures.windows())], None, now[0])
+    rows = {(one.by, one.name): one.figures for one in found.labels}
+    assert {place: row.answers for place, row in rows.items()} == {
+        ("client", "web"): 11,
+        ("client", "app"): 10,
+        ("task", "billing"): 10,
+        ("task", "search"): 10,
+        ("task", ""): 1,
+    }, "a task of one user may name the user"
+    assert rows["task", "search"].satisfaction.mean == 1.0
+    assert rows["task", "billing"].satisfaction.mean == 0.0
+    assert rows["client", "web"].errors.mean == pytest.approx(1 / 11)
+    assert "ann" not in json.dumps([str(one) for one in figures.stated()])
+
+
+def test_labels_that_clients_invent_take_bounded_space_and_no_history():
+    now = [1e6]
+    figures = figures_at(now)
+    for day in range(60):
+        for number in range(700):
+            name = f"task-{day}-{number // LEAST_USERS}-" + "x" * 40
+            figures.answered(
+                f"{day}-{number}", SERVING, finish="stop", first_s=0.5, tokens=10,
+                labels=[Label("task", name)], user=f"u{number}",
+            )  # fmt: skip
+        now[0] += 3600
+    stated = figures.stated()
+    assert all(len(one.labels) <= MOST_LABELS for one in stated)
+    assert len(msgspec.json.encode(stated)) <= MOST_BYTES
+    assert sum(c.answers for one in stated for c in one.counts) == 60 * 700, "history comes first"
+    assert stated[-1].labels
+    for one in stated:
+        if one.labels:
+            assert sum(row.counts.answers for row in one.labels) == sum(
+                row.answers for row in one.counts
+            )
+    assert msgspec.json.decode(msgspec.json.encode(stated), type=list[UserWindow]) == stated
+
+
+def test_labels_take_only_the_room_that_windows_leave():
+    counts = [UserCounts(arm="serving", version=n, answers=1) for n in range(16)]
+    labels = [
+        LabelCounts(by="task", name=f"{n}" + "x" * 60, counts=UserCounts(arm="serving"))
+        for n in range(MOST_LABELS)
+    ]
+    windows = [
+        UserWindow(since=900.0 * n, seconds=900.0, counts=counts, labels=labels) for n in range(256)
+    ]
+    found = fitting(windows)
+    assert [one.since for one in found] == [one.since for one in windows]
+    assert found[-1].labels
+    assert not found[0].labels
+    assert len(msgspec.json.encode(found)) <= MOST_BYTES
+
+
+def test_windows_are_summed_up_by_the_thread_that_asks(monkeypatch):
+    now, summed = [10_000.0], []
+    figures = figures_at(now)
+    real = user_figures._window
+    monkeypatch.setattr(
+        user_figures, "_window", lambda *one: (summed.append(one[0]), real(*one))[1]
+    )
+    for number in range(4):
+        figures.answered(f"{number}", SERVING, finish="stop", first_s=0.2, tokens=10)
+        now[0] += 900
+    figures.answered("x", SERVING, finish="stop", first_s=0.2, tokens=10)
+    assert not summed, "answers wait for no sums"
+    assert sum(c.answers for one in figures.windows() for c in one.counts) == 5
+    assert sum(c.answers for one in figures.windows() for c in one.counts) == 5
+    for number in range(20):  # Nobody asks: memory stays bounded.
+        figures.answered(f"y{number}", SERVING, finish="stop", first_s=0.2, tokens=10)
+        now[0] += 900
+    assert len(figures._over) <= user_figures.MOST_OVER
+    assert sum(c.answers for one in figures.windows() for c in one.counts) == 25
 
 
 def test_a_share_near_zero_has_an_interval():

@@ -56,7 +56,7 @@ def commands(script):
 
 
 def test_there_is_a_file_for_each_launcher():
-    assert (len(KUBERNETES), len(SKYPILOT), len(SLURM)) == (2, 2, 2)
+    assert (len(KUBERNETES), len(SKYPILOT), len(SLURM)) == (3, 2, 2)
 
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
@@ -148,7 +148,10 @@ def test_every_role_has_its_own_secrets():
                 held.setdefault(container["name"], set()).update(secrets)
     assert {name for name, secrets in held.items() if "gateway-tokens" in secrets} == {"gateway"}
     assert held["vllm"] == {"bucket-reader", "replica-key"}
-    roles = [held[name] for name in ("trainer", "worker", "evaluator", "vllm", "gateway")]
+    roles = [
+        held[name]
+        for name in ("trainer", "worker", "evaluator", "vllm", "gateway", "learner", "decider")
+    ]
     buckets = [secrets & {name for name in secrets if "bucket" in name} for secrets in roles]
     assert all(len(one) == 1 for one in buckets)
     assert len(set().union(*buckets)) == len(buckets), "no two roles share the bucket's secret"
@@ -189,9 +192,39 @@ def test_the_run_is_signed_and_each_role_has_its_own_key():
         "worker": ("worker-keys", "k8s-$(JOB_COMPLETION_INDEX).key"),
         "evaluator": ("evaluator-key", "evaluator.key"),
         "gateway": ("gateway-key", "gateway.key"),
+        "decider": ("gateway-key", "gateway.key"),
+        "learner": ("learner-key", "learner.key"),
     }
+    signers = {"gateway-key": {"gateway", "decider"}}  # One role: both decide for users.
     for name, (secret, _) in held.items():
-        assert mounted[secret] == {name}, "no two roles share a key"
+        assert mounted[secret] == signers.get(secret, {name}), "no two roles share a key"
+
+
+def test_disruption_budgets_name_pods_of_which_one_can_go():
+    workloads = {
+        one["metadata"]["name"]: one for path in KUBERNETES for one in objects(path)
+        if one["kind"] in WORKLOADS
+    }  # fmt: skip
+    budgets = [
+        one["spec"] for path in KUBERNETES for one in objects(path)
+        if one["kind"] == "PodDisruptionBudget"
+    ]  # fmt: skip
+    assert len(budgets) == 2
+    for budget in budgets:
+        wanted = budget["selector"]["matchLabels"]
+        (found,) = [
+            one for one in workloads.values()
+            if wanted.items() <= one["spec"]["template"]["metadata"]["labels"].items()
+        ]  # fmt: skip
+        assert found["spec"]["replicas"] > budget["minAvailable"], "a node can be drained"
+
+
+def test_every_long_lived_pod_of_a_live_run_has_a_probe():
+    for path in KUBERNETES:
+        for kind, pod in pods(path):
+            if kind in ("Deployment", "StatefulSet"):
+                (container,) = pod["spec"]["containers"]
+                assert {"livenessProbe", "readinessProbe"} & container.keys(), container["name"]
 
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
@@ -221,11 +254,18 @@ def test_the_commands_of_the_comments_parse_and_make_what_the_pods_need():
     for line in script.replace("\\\n", " ").splitlines():
         for command in re.findall(r"deltawire ((?:grant|live|keygen) [^;>#]*)", line):
             build_parser().parse_args(shlex.split(command))
-    for secret in ("owner-key", "worker-keys", "evaluator-key", "gateway-key", "live"):
+    for secret in (
+        "owner-key",
+        "worker-keys",
+        "evaluator-key",
+        "gateway-key",
+        "live",
+        "learner-key",
+    ):
         assert f"create secret generic {secret} " in script
     assert 'create configmap pin --from-literal=public-key="$(cat owner.pub)"' in script
     granted = set(re.findall(r"deltawire grant \S+ ([\w$-]+)", script))
-    assert granted == {"worker-k8s-$n", "evaluator", "gateway"}
+    assert granted == {"worker-k8s-$n", "evaluator", "gateway", "worker-live"}
 
 
 @pytest.mark.parametrize("path", [LAUNCH / "Dockerfile", *SKYPILOT], ids=lambda path: path.name)

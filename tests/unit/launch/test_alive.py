@@ -11,6 +11,7 @@ from deltawire.launch import alive
 from deltawire.launch.alive import examine_process
 from deltawire.store import open_bucket
 from deltawire.wire import keys
+from deltawire.wire.decider_state import DeciderState
 from deltawire.wire.objects import encode_json
 from deltawire.wire.status import Heartbeat
 
@@ -53,6 +54,20 @@ def test_exit_codes_are_what_a_probe_needs(tmp_path, capsys):
     assert "w0: alive" in capsys.readouterr().out
     assert main(["alive", str(tmp_path), "../x"]) == 2
     assert main(["alive", str(tmp_path), "w0", "--silence", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ended", "state"),
+    [(1.0, False, "alive"), (31.0, False, "silent"), (9999.0, True, "ended")],
+)
+def test_a_decider_is_examined_by_its_own_state(seconds, ended, state, tmp_path):
+    found = examine_process(str(tmp_path), "decider", silence_s=30.0, now=1000.0)
+    assert found.state == "silent"
+    state_of = DeciderState(run="0" * 32, by="ann", host="h", at=1000.0, ended=ended)
+    open_bucket(tmp_path).put(keys.LIVE_DECIDER, encode_json(state_of))
+    found = examine_process(str(tmp_path), "decider", silence_s=30.0, now=1000.0 + seconds)
+    assert found.state == state
+    assert bool(found.reason) == (state == "silent")
 
 
 def test_an_outage_replaces_nobody(tmp_path, monkeypatch):

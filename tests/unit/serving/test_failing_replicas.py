@@ -22,6 +22,7 @@ from deltawire.serving.app import (
     Tries,
     _pieces_of,
     build_app,
+    build_session,
     call_replica,
 )
 from deltawire.serving.outlier import FAILURES, LEFT_OUT_AT_MOST_S, LEFT_OUT_S, Outlier
@@ -50,7 +51,7 @@ async def front(bucket, *, count=2, limits=PATIENT):
     """A client's call ``ask``, the fake replicas and the set of them."""
     run = start_run(bucket)
     fakes = [FakeVllm(bucket, run) for _ in range(count)]
-    async with aiohttp.ClientSession() as upstream, aiohttp.ClientSession() as client:
+    async with build_session() as upstream, build_session() as client:
         for fake in fakes:
             await fake.server.start_server()
         replicas = ReplicaSet(
@@ -293,7 +294,7 @@ def test_the_probes_of_an_orchestrator_need_one_replica(bucket):
         async with front(bucket) as (ask, _, replicas):
             one, other = replicas._members
             replicas._closing = True
-            for task in replicas._tasks:
+            for task in replicas._tasks.values():
                 task.cancel()
             one.held, other.held = None, HeldVersion(0, "0" * 32)
             assert [(await ask(path))[0] for path in ("/livez", "/readyz")] == [200, 200]
@@ -322,6 +323,22 @@ def test_a_session_moves_on_once_its_replica_has_many_more_requests(bucket):
     asyncio.run(scenario())
 
 
+def test_many_streams_under_way_keep_no_request_waiting(bucket):
+    """aiohttp opens 100 connections at most unless it is told otherwise."""
+
+    async def scenario():
+        async with front(bucket, count=1) as (ask, fakes, _):
+            under_way = [asyncio.create_task(ask(prompt="a", wait=True)) for _ in range(130)]
+            async with asyncio.timeout(60):
+                while fakes[0].asked < len(under_way):
+                    await asyncio.sleep(0.01)
+            assert (await ask(prompt="b"))[0] == 200
+            fakes[0].finish.set()
+            assert {status for status, _ in await asyncio.gather(*under_way)} == {200}
+
+    asyncio.run(scenario())
+
+
 def test_no_untested_version_answers_because_a_replica_failed(bucket):
     """Users of a candidate whose replica fails get the version that serves, and not the other way
     around."""
@@ -330,7 +347,7 @@ def test_no_untested_version_answers_because_a_replica_failed(bucket):
         async with front(bucket) as (_, _, replicas):
             serving, candidate = replicas._members
             replicas._closing = True
-            for task in replicas._tasks:
+            for task in replicas._tasks.values():
                 task.cancel()
             serving.held, candidate.held = (HeldVersion(n, "0" * 32) for n in (0, 1))
             replicas.wanted = TargetVersion(0, "0" * 32, "all")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from deltawire.config.release import ReleaseConfig
-from deltawire.wire.captures import FAILED, LEFT, TIMED_OUT, Capture, Mark
+from deltawire.wire.captures import FAILED, FILTERED, LEFT, TIMED_OUT, Capture, Mark
 
 OF_EVERY_ANSWER = frozenset({"error", "left", "slow", "cut_off", "silent"})
 """The guardrails of answers that may not be stored: the others need their text or tokens."""
@@ -50,7 +50,7 @@ class AnswerFacts:
 def touches(name: str, answer: AnswerFacts, release: ReleaseConfig) -> bool:
     """Returns whether an answer touches the guardrail ``name``; never `SILENT`."""
     if name == "error":
-        return answer.finish in (FAILED, TIMED_OUT)
+        return answer.finish in (FAILED, TIMED_OUT, FILTERED)
     if name == "left":
         return answer.finish == LEFT
     if name in get_args(Mark):

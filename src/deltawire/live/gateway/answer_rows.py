@@ -6,6 +6,7 @@ whom a canary assigned at random: its fields are those that say whether the arm 
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,18 +16,20 @@ import numpy as np
 from deltawire.live.capture.marks import marks_of
 from deltawire.live.gateway.engine_tokens import AnswerReader, ChoiceTokens
 from deltawire.live.gateway.requests import AskedAnswer
+from deltawire.live.gateway.user_figures import Label
 from deltawire.wire.captures import FAILED, Capture
 from deltawire.wire.decisions import Assignment
 from deltawire.wire.receipts import Receipt
+from deltawire.wire.user_windows import MOST_LABEL
 
 
 @dataclass(frozen=True)
 class ServedRequest:
     """A request that is being answered: its conversation and user as pseudonyms, whether it may be
-    stored, and who the product says it is for. Requests of one ``affinity`` go to one replica.
-    ``known`` says that the user was not forgotten, ``retried`` that a replica failed and another
-    got the request, ``upstream`` which other provider's model got it last, ``held`` which version
-    its replica held."""
+    stored, and who the product says it is for. ``client`` is the name of its API key. Requests of
+    one ``affinity`` go to one replica. ``known`` says that the user was not forgotten, ``retried``
+    that a replica failed and another got the request, ``upstream`` which other provider's model got
+    it last, ``held`` which version its replica held."""
 
     asked: AskedAnswer
     conversation: str
@@ -35,6 +38,7 @@ class ServedRequest:
     assignment: Assignment
     task: str = ""
     cohort: str = ""
+    client: str = ""
     affinity: str = ""
     known: bool = True
     retried: bool = False
@@ -43,11 +47,43 @@ class ServedRequest:
     began: float = field(default_factory=time.time)
 
     @property
+    def labels(self) -> list[Label]:
+        """What its results are sorted by; of users who refused storage, no task."""
+        found = [Label("client", self.client)] if self.client else []
+        if self.task and self.capture:
+            found.append(Label("task", self.task[:MOST_LABEL]))
+        return found
+
+    @property
     def judged(self) -> bool:
         """The answer is an outcome of a canary, or is compared with those of the hold-back version,
         stored or not."""
         drawn = self.assignment.propensity < 1 or self.assignment.kept > 0
         return self.known and bool(self.user) and drawn
+
+
+def receipt_of(
+    run: str,
+    served: ServedRequest,
+    spans: Sequence[tuple[int, int]],
+    *,
+    recorded: bool,
+    tokens: str = "",
+) -> Receipt:
+    """Returns a new receipt for an answer whose tokens the versions of ``spans`` drew."""
+    return Receipt(
+        run=run,
+        answer=secrets.token_hex(16),
+        conversation=served.conversation,
+        turn=min(served.asked.turn, 1 << 20),
+        user=served.user,
+        arm=served.assignment.arm,
+        propensity=served.assignment.propensity,
+        spans=list(spans),
+        tokens=tokens,
+        recorded=recorded,
+        at=time.time(),
+    )
 
 
 def capture_row(

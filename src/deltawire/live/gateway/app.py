@@ -36,6 +36,7 @@ from deltawire.live.capture.consent import CAPTURE_HEADER
 from deltawire.live.feedback.intake import MAX_BODY_BYTES, Taken, UnknownReceiptError
 from deltawire.live.gateway.answer_ids import AnswerIds
 from deltawire.live.gateway.answer_rows import ServedRequest
+from deltawire.live.gateway.content_filter import ContentFilter
 from deltawire.live.gateway.exchange import EXCHANGE, FAILURES, ChatForm, ClientForm, LiveExchange
 from deltawire.live.gateway.model_names import ModelNames
 from deltawire.live.gateway.options import refuse_options
@@ -68,7 +69,7 @@ from deltawire.serving.app import (
 from deltawire.serving.bodies import BodyBudget, read_body
 from deltawire.serving.client_keys import CLIENT, CountedRequest
 from deltawire.serving.errors import SERVER_ERROR, RequestError, error_answer, error_object
-from deltawire.serving.replica_set import TrackedReplica
+from deltawire.serving.replica_set import ReplicaSet
 from deltawire.wire.captures import FAILED, LEFT
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class LiveCalls:
 
     ``webhook_secret`` is the key of the webhook's HMAC-SHA256; without one there is no webhook.
     ``model_names`` are names by which clients may ask for the model.
+    ``filters`` say what may be asked, and answered.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class LiveCalls:
         release: ReleaseConfig | None = None,
         webhook_secret: bytes = b"",
         model_names: Sequence[str] = (),
+        filters: ContentFilter | None = None,
     ) -> None:
         self._recorder = recorder
         self._release = release or ReleaseConfig()
@@ -120,6 +123,7 @@ class LiveCalls:
         self._metrics: GatewayMetrics | None = None
         self._ids = AnswerIds()
         self._given_names = model_names
+        self._filters = filters or ContentFilter()
         self._names: ModelNames | None = None
 
     def add_to(self, app: web.Application) -> None:
@@ -154,6 +158,7 @@ class LiveCalls:
 
         async def life(app: web.Application) -> Any:
             self._recorder.start(asyncio.get_running_loop())
+            self._recorder.judges.start(app[SESSION])
             copies = ShadowCopies(app[REPLICAS], app[SESSION], self._release)
             self._copies, self._recorder.shadow = copies, lambda: copies.counts
             router = ArmRouter(app[REPLICAS], copies.follow)
@@ -164,6 +169,7 @@ class LiveCalls:
                 task.cancel()
             await asyncio.gather(*following, return_exceptions=True)
             await copies.close()
+            await self._recorder.judges.close()
             await asyncio.to_thread(self._recorder.close)
 
         app.cleanup_ctx.append(life)
@@ -252,6 +258,7 @@ class LiveCalls:
         self, request: web.Request, counted: CountedRequest
     ) -> web.StreamResponse:
         asked, form = self._asked(request, await read_body(request))
+        await self._filters.check_request(request.app[SESSION], asked)
         session = session_of(request)
         headers = request.headers
         served = self._recorder.served(
@@ -261,6 +268,7 @@ class LiveCalls:
                 "conversation": headers.get(CONVERSATION_HEADER, "") or session,
                 "task": headers.get(TASK_HEADER, ""),
                 "cohort": headers.get(COHORT_HEADER, ""),
+                "client": CLIENT.get(),
                 "capture": headers.get(CAPTURE_HEADER, ""),
             },
         )
@@ -275,8 +283,9 @@ class LiveCalls:
             self._ids,
             self._names,
             form,
+            self._filters,
             reveal=is_admin(request),
-            hides=_are_of_many(request.app[REPLICAS].members),
+            hides=_are_of_many(request.app[REPLICAS]),
         )
         if exchange.hides and asked.logprobs:
             raise RequestError(
@@ -385,9 +394,13 @@ def _taken(taken: Taken) -> web.Response:
     return web.json_response(taken.body, status=taken.status, headers=headers)
 
 
-def _are_of_many(members: Sequence[TrackedReplica]) -> bool:
-    """Returns whether the servers are of different providers; the run's replicas are one."""
-    return len({one.replica.upstream for one in members}) > 1
+def _are_of_many(replicas: ReplicaSet) -> bool:
+    """Returns whether the servers are of different providers; the run's replicas are one, also
+    while none of them is there yet."""
+    names = {one.replica.upstream for one in replicas.members} | (
+        {""} if replicas.changes else set()
+    )
+    return len(names) > 1
 
 
 def _alike(answer: web.StreamResponse) -> web.StreamResponse:

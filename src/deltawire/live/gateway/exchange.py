@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import aiohttp
@@ -30,13 +30,20 @@ from deltawire.live.feedback.client import RECEIPT_HEADER
 from deltawire.live.gateway.answer_ids import ANSWER_HEADER, AnswerIds
 from deltawire.live.gateway.answer_rows import ServedRequest
 from deltawire.live.gateway.common_form import CommonForm
-from deltawire.live.gateway.engine_tokens import MOST_CHOICES, AnswerReader, ClientView
+from deltawire.live.gateway.content_filter import ContentFilter
+from deltawire.live.gateway.engine_tokens import (
+    MOST_CHOICES,
+    AnswerReader,
+    ChoiceTokens,
+    ClientView,
+)
 from deltawire.live.gateway.events import DONE, EventSplitter, data_of
 from deltawire.live.gateway.model_names import ModelNames
 from deltawire.live.gateway.recorder import Recorder
 from deltawire.live.gateway.shadow import facts_of
 from deltawire.serving.app import (
     REPLICAS,
+    SESSION,
     WRITE_WITHIN_S,
     Tries,
     break_off,
@@ -45,7 +52,7 @@ from deltawire.serving.app import (
 )
 from deltawire.serving.errors import SERVER_ERROR, error_answer, error_body
 from deltawire.serving.replica_set import TrackedReplica
-from deltawire.wire.captures import FAILED, LEFT, TIMED_OUT
+from deltawire.wire.captures import FAILED, FILTERED, LEFT, TIMED_OUT
 
 MAX_ANSWER_BYTES = 64 << 20
 AT_ONCE = 16 << 10
@@ -115,6 +122,24 @@ class ChatForm:
         return b"data: %s\n\n" % error_body(500, message)
 
 
+_Shown = bytes | str | Mapping[str, Any]
+"""A piece of a stream for the client: a comment, words on why the replica failed, or a chunk."""
+
+
+@dataclass
+class _StreamEvents:
+    """The events of one stream: the chunks that end it, which wait for receipts, and whether it
+    has ended."""
+
+    splitter: EventSplitter
+    held: list[Mapping[str, Any]] = field(default_factory=list)
+    ended: bool = False
+
+
+class _FilterFailed(Exception):  # noqa: N818  (no replica failed)
+    """The content filter did not answer, and nothing may be shown without it."""
+
+
 class _ClientLeft(Exception):  # noqa: N818  (it names an event of a request)
     """The client took no more of its answer."""
 
@@ -133,6 +158,7 @@ class LiveExchange:
         ids: AnswerIds,
         names: ModelNames,
         form: ClientForm,
+        filters: ContentFilter,
         *,
         reveal: bool,
         hides: bool = False,
@@ -141,6 +167,7 @@ class LiveExchange:
         self._ids = ids
         self._names = names
         self._form = form
+        self._filters = filters
         asked = served.asked
         self._shown = ClientView(
             ids=asked.ids,
@@ -256,9 +283,9 @@ class LiveExchange:
                     try:
                         await self._stream(request, reader, first, pieces, answer)
                     finally:
-                        self.drawn = reader.drawn
+                        self.drawn = max(self.drawn, reader.drawn)
                 else:
-                    answer = await self._whole(upstream, pieces, headers)
+                    answer = await self._whole(request, upstream, pieces, headers)
                 refusal = member.replica.upstream and upstream.status in REFUSALS
                 if upstream.status < SERVER_ERROR and not refusal:
                     tries.answered(member, upstream.status)
@@ -277,10 +304,10 @@ class LiveExchange:
                 self.end(FAILED, f"the replica failed: {type(error).__name__}")
             return break_off(request, member, answer, error)
 
-    async def _receipts(self, reader: AnswerReader) -> list[str]:
+    async def _receipts(self, reader: AnswerReader, *, drawn: int | None = None) -> list[str]:
         self._has_row = True
         self.facts = facts_of(reader, self._first_s)
-        self.drawn = reader.drawn
+        self.drawn = reader.drawn if drawn is None else drawn
         self._storing = asyncio.ensure_future(
             self._recorder.finish(
                 self._served,
@@ -297,6 +324,7 @@ class LiveExchange:
 
     async def _whole(
         self,
+        request: web.Request,
         upstream: aiohttp.ClientResponse,
         pieces: AsyncIterator[bytes],
         headers: dict[str, str],
@@ -323,7 +351,10 @@ class LiveExchange:
         reader = AnswerReader(self._most_choices())
         reader.read(found)
         shown = self._common.whole(found) if self._common else self._shown.of(found) or found
-        receipts = await self._receipts(reader)
+        try:
+            shown, receipts = await self._filtered(request, reader, shown)
+        except _FilterFailed as error:
+            return error_answer(503, RetryError(str(error)))
         headers[RECEIPT_HEADER] = receipts[0]
         return web.Response(body=self._form.whole(shown, self._member(receipts)), headers=headers)
 
@@ -336,44 +367,109 @@ class LiveExchange:
         answer: web.StreamResponse,
     ) -> None:
         """Passes events on as they arrive; those that end the answer wait for the receipt."""
-        splitter = EventSplitter()
+        found = _StreamEvents(EventSplitter())
         size, waited_s = 0, time.monotonic() - self._began
-        held: list[Mapping[str, Any]] = []
-        ended = False
+        checked: list[_Shown] = []  # Nothing is shown before the filter has seen all.
         chunk = first
         while chunk:
             size += len(chunk)
             if size > MAX_ANSWER_BYTES or waited_s > STREAM_WITHIN_S:
                 raise CorruptError(f"a stream of {size} bytes and {waited_s:.0f} s")
-            out: list[bytes] = []
-            for event in splitter.feed(chunk):
-                data = data_of(event)
-                if data == DONE:
-                    ended = True
-                    continue
-                if not data and event.startswith(b":") and self._common is None:
-                    out.append(COMMENT)  # Some providers name themselves in theirs.
-                body = _object_of(data) if data else None
-                if body is None:
-                    if b'"error"' in data:
-                        out.append(self._failure(data))
-                    continue
-                for shown in self._read(reader, body):
-                    self._first_s = self._first_s or time.monotonic() - self._began
-                    if _is_final(shown):
-                        held.append(shown)
-                    else:
-                        out.append(self._form.chunk(shown))
-            if out:
-                await _write(request, answer, b"".join(out))
+            shown = list(self._shown_of(reader, found, chunk))
+            if self._filters.checks_answers:
+                checked += shown
+            elif shown:
+                await _write(request, answer, self._events_of(shown))
             asked = time.monotonic()
             chunk = await anext(pieces, b"")
             waited_s += time.monotonic() - asked
-        if not ended or splitter.rest.strip():
+        if not found.ended or found.splitter.rest.strip():
             raise aiohttp.ClientPayloadError("the stream ended early")
-        receipts = await self._receipts(reader)
-        await _write(request, answer, self._form.end(held, self._member(receipts)))
+        try:
+            last, receipts = await self._filtered_stream(request, reader, found.held)
+        except _FilterFailed as error:
+            await _write(request, answer, self._form.failed(str(error)))
+        else:
+            out = self._events_of(checked) if last is found.held else b""
+            await _write(request, answer, out + self._form.end(last, self._member(receipts)))
         await answer.write_eof()
+
+    def _shown_of(
+        self, reader: AnswerReader, found: _StreamEvents, chunk: bytes
+    ) -> Iterator[_Shown]:
+        """Reads a piece of a stream; yields what the client gets of it, but for what ends the
+        answer."""
+        for event in found.splitter.feed(chunk):
+            data = data_of(event)
+            if data == DONE:
+                found.ended = True
+                continue
+            if not data and event.startswith(b":") and self._common is None:
+                yield COMMENT  # Some providers name themselves in theirs.
+            body = _object_of(data) if data else None
+            if body is None:
+                if b'"error"' in data:
+                    yield _reason_in(data) if self._shown.reveal else "the replica failed"
+                continue
+            for shown in self._read(reader, body):
+                self._first_s = self._first_s or time.monotonic() - self._began
+                if _is_final(shown):
+                    found.held.append(shown)
+                else:
+                    yield shown
+
+    def _events_of(self, shown: Sequence[_Shown]) -> bytes:
+        """Returns the events of pieces: comments as they are, words on why the replica failed, and
+        chunks."""
+        out = []
+        for one in shown:
+            if isinstance(one, bytes):
+                out.append(one)
+            elif isinstance(one, str):
+                out.append(self._form.failed(one))
+            else:
+                out.append(self._form.chunk(one))
+        return b"".join(out)
+
+    async def _filtered(
+        self, request: web.Request, reader: AnswerReader, shown: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Returns the answer that the client gets, and its receipts."""
+        if await self._allowed(request, reader):
+            return shown, await self._receipts(reader)
+        withheld = _withheld(reader)
+        body = {"choices": [_ended_row(place, message=True) for place in withheld.choices]}
+        return self._empty_form.whole(body), await self._receipts(withheld, drawn=reader.drawn)
+
+    async def _filtered_stream(
+        self, request: web.Request, reader: AnswerReader, held: list[Mapping[str, Any]]
+    ) -> tuple[list[Mapping[str, Any]], list[str]]:
+        """Returns the chunks that end the stream, and the receipts: ``held``, or those of an answer
+        that is withheld."""
+        if await self._allowed(request, reader):
+            return held, await self._receipts(reader)
+        withheld = _withheld(reader)
+        body = {"choices": [_ended_row(place, message=False) for place in withheld.choices]}
+        last: list[Mapping[str, Any]] = list(self._empty_form.chunks(body))
+        return last, await self._receipts(withheld, drawn=reader.drawn)
+
+    @property
+    def _empty_form(self) -> CommonForm:
+        asked = self._served.asked
+        return CommonForm(self.name, model=asked.given.get("model"), chat=asked.chat)
+
+    async def _allowed(self, request: web.Request, reader: AnswerReader) -> bool:
+        if not self._filters.checks_answers:
+            return True
+        texts = ["\n".join(one.texts()) for _, one in sorted(reader.choices.items())]
+        try:
+            return await self._filters.allows_answer(
+                request.app[SESSION], self._served.asked, texts
+            )
+        except RetryError as error:
+            self.drawn = reader.drawn
+            self.end(FAILED, error.message)
+            raise _FilterFailed(error.message) from error
 
     def _read(self, reader: AnswerReader, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Reads a chunk; returns the chunks that the client gets of it."""
@@ -396,11 +492,6 @@ class LiveExchange:
             return False
         return status in UPSTREAM_FAULTS or (status in REFUSALS and _code_in(data) in FAULT_CODES)
 
-    def _failure(self, data: bytes) -> bytes:
-        """Returns the event that takes the place of a replica's error: its own words may name it,
-        its version or the run."""
-        return self._form.failed(_reason_in(data) if self._shown.reveal else "the replica failed")
-
     def _member(self, receipts: list[str]) -> dict[str, Any]:
         member: dict[str, Any] = {"receipt": receipts[0]}
         if len(receipts) > 1:
@@ -412,6 +503,20 @@ class LiveExchange:
 
 EXCHANGE: ContextVar[LiveExchange | None] = ContextVar("deltawire_exchange", default=None)
 """The exchange of the request that is being answered, for its metrics."""
+
+
+def _withheld(reader: AnswerReader) -> AnswerReader:
+    """Returns what is stored of an answer that is withheld: that each choice ended so."""
+    found = AnswerReader()
+    found.model = reader.model
+    for place in sorted(reader.choices) or [0]:
+        found.choices[place] = ChoiceTokens(finish=FILTERED)
+    return found
+
+
+def _ended_row(place: int, *, message: bool) -> dict[str, Any]:
+    said: dict[str, Any] = {"content": ""}
+    return {"index": place, "message" if message else "delta": said, "finish_reason": FILTERED}
 
 
 def _is_final(chunk: Mapping[str, Any]) -> bool:

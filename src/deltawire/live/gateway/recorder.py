@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,16 @@ from deltawire.live.feedback.identities import ReportIdentities
 from deltawire.live.feedback.intake import FeedbackIntake, settler
 from deltawire.live.feedback.limits import FeedbackLimiter, FeedbackLimits
 from deltawire.live.forgotten import forgotten_users, readmitted_users
-from deltawire.live.gateway.answer_rows import ServedRequest, capture_row, drawn_tokens, judged_row
+from deltawire.live.gateway.answer_rows import (
+    ServedRequest,
+    capture_row,
+    drawn_tokens,
+    judged_row,
+    receipt_of,
+)
 from deltawire.live.gateway.conversations import Conversations, LastAnswer
 from deltawire.live.gateway.engine_tokens import AnswerReader, ChoiceTokens
+from deltawire.live.gateway.judges import Judge, Judges, StoredAnswer
 from deltawire.live.gateway.requests import AskedAnswer
 from deltawire.live.gateway.user_figures import AnswerSource, UserFigures
 from deltawire.private_files import private_folder
@@ -98,6 +106,7 @@ class RecorderOptions:
     limits: FeedbackLimits = field(default_factory=FeedbackLimits)
     retain: RetainConfig = field(default_factory=RetainConfig)
     ranges: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    judges: Sequence[Judge] = ()
 
 
 class Recorder:
@@ -147,6 +156,7 @@ class Recorder:
         self._bucket = bucket
         self._run = run
         self._redaction = redaction
+        self._receipt = partial(receipt_of, run.id)
         self._folder = private_folder(folder)
         self.name = name_in(self._folder)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -166,6 +176,7 @@ class Recorder:
             keys=lambda: self.secret.receipt_keys,
             on_stored=self.figures.reported,
         )
+        self.judges = Judges(self.options.judges, self.intake.note, self.figures.reported)
         self.uploader = SpoolUploader(
             bucket,
             self.name,
@@ -221,6 +232,7 @@ class Recorder:
         return {
             **self.counts,
             **{f"feedback_{name}": count for name, count in self.intake.counts.items()},
+            **{f"judge_{name}": count for name, count in self.judges.counts.items()},
             "captures_lost": self.captures.lost,
             "feedback_lost": self.feedback.lost,
             "redaction_failures": self._redaction.failures,
@@ -251,7 +263,8 @@ class Recorder:
 
     def served(self, asked: AskedAnswer, names: dict[str, str]) -> ServedRequest:
         """Returns what is known of a request before it is answered; ``names`` are ``user``,
-        ``conversation``, ``task``, ``cohort`` and ``capture`` as its headers state them."""
+        ``conversation``, ``task``, ``cohort`` and ``capture`` as its headers state them, and
+        ``client``."""
         secret, readmitted = self.secret, self.readmitted
         name = normalize_name(names["user"]) or normalize_name(asked.user)
         lives = secret.known(name, readmitted)
@@ -276,6 +289,7 @@ class Recorder:
             self.assign(assigned, conversation),
             names["task"][:256],
             names["cohort"][:64],
+            names.get("client", ""),
             affinity,
             known,
         )
@@ -436,6 +450,9 @@ class Recorder:
                 kept = {"texts": redacted.texts, "answer": len(asked.texts)}
                 row = msgspec.structs.replace(row, text=json.dumps(kept).encode())
             stored = await self._store(encode_row(row))
+            if stored and redacted.texts is not None:
+                given = redacted.texts[: len(asked.texts)]
+                self.judges.offer(StoredAnswer(receipt, given, redacted.texts[len(given)]))
         else:
             drawn = spans or spans_of([] if version is None else [version])
             finish = choice.finish or FAILED
@@ -474,34 +491,20 @@ class Recorder:
         done, _ = await asyncio.wait([stored], timeout=STORE_WITHIN_S)
         return bool(done) and stored.result()
 
-    def _receipt(
-        self,
-        served: ServedRequest,
-        spans: list[tuple[int, int]],
-        *,
-        recorded: bool,
-        tokens: str = "",
-    ) -> Receipt:
-        return Receipt(
-            run=self._run.id,
-            answer=secrets.token_hex(16),
-            conversation=served.conversation,
-            turn=min(served.asked.turn, 1 << 20),
-            user=served.user,
-            arm=served.assignment.arm,
-            propensity=served.assignment.propensity,
-            spans=spans,
-            tokens=tokens,
-            recorded=recorded,
-            at=time.time(),
-        )
-
     def _figure(
         self, served: ServedRequest, receipt: Receipt, finish: str, first_s: float, tokens: Any
     ) -> None:
         version = -1 if served.held is None else served.held
         place = AnswerSource(receipt.arm, version, served.upstream)
-        self.figures.answered(receipt.answer, place, finish=finish, first_s=first_s, tokens=tokens)
+        self.figures.answered(
+            receipt.answer,
+            place,
+            finish=finish,
+            first_s=first_s,
+            tokens=tokens,
+            labels=served.labels,
+            user=served.user or served.conversation,
+        )
 
     def _seal(self, receipt: Receipt) -> str:
         generation = self.secret.current

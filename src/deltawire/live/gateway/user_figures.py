@@ -24,26 +24,42 @@ from typing import NamedTuple
 
 import msgspec
 
-from deltawire.config.ranges import range_of
+from deltawire.config.ranges import JUDGED, range_of
 from deltawire.errors import DeltawireError, InputError, RetryError
 from deltawire.store import Bucket
 from deltawire.wire import keys
-from deltawire.wire.captures import MAX_GATEWAY_BYTES, Feedback, GatewayState
+from deltawire.wire.captures import (
+    FAILED,
+    FILTERED,
+    LEFT,
+    MAX_GATEWAY_BYTES,
+    TIMED_OUT,
+    Feedback,
+    GatewayState,
+)
 from deltawire.wire.objects import decode_json
 from deltawire.wire.user_windows import (
     KINDS_AT_MOST,
     MOST_SOURCES,
+    LabelCounts,
+    LabelKind,
     MeanSums,
     UserCounts,
     UserWindow,
     coarsened,
     fitting,
+    merged_labels,
 )
 
 WINDOW_S = 900.0
 MOST_USERS = 50_000
 """Users of one window whose reports are told apart; of further ones only answers count."""
 MOST_REMEMBERED = 100_000
+MOST_OVER = 4
+"""Windows that wait to be summed up in another thread than that of answers."""
+MOST_OPEN_LABELS = 256
+LEAST_USERS = 5
+"""A task label of one window and arm with fewer users counts among the others."""
 MOST_VALUE = 1e9
 """Values beyond it, either way, count as this."""
 _LOG = logging.getLogger("deltawire.live")
@@ -59,8 +75,15 @@ class AnswerSource(NamedTuple):
     upstream: str = ""
 
 
+class Label(NamedTuple):
+    """What a product sorts its answers by: a task label, or the client whose API key it is."""
+
+    by: LabelKind
+    name: str
+
+
 class _Open:
-    """One arm and version of the present window."""
+    """One arm and version, or label, of the present window."""
 
     def __init__(self) -> None:
         self.answers = self.errors = self.left = 0
@@ -76,6 +99,9 @@ class _Open:
         found.kinds = {kind: dict(users) for kind, users in self.kinds.items()}
         found.users, found.reports = dict(self.users), dict(self.reports)
         return found
+
+
+_Over = tuple[float, "dict[AnswerSource, _Open]", "dict[tuple[Label, str], _Open]"]
 
 
 class UserFigures:
@@ -98,10 +124,12 @@ class UserFigures:
         self._lock = threading.Lock()
         self._since = 0.0
         self._open: dict[AnswerSource, _Open] = {}
+        self._labeled: dict[tuple[Label, str], _Open] = {}
+        self._over: list[_Over] = []
         self._ended: list[UserWindow] = []
         self._loading = threading.Lock()
         self._loaded = False
-        self._places: OrderedDict[str, AnswerSource] = OrderedDict()
+        self._places: OrderedDict[str, tuple[AnswerSource, Sequence[Label]]] = OrderedDict()
 
     def load_from(self, bucket: Bucket, gateway: str) -> None:
         """Goes on from the windows that a gateway of this name stored before, once. If they cannot
@@ -138,30 +166,50 @@ class UserFigures:
             self._loaded = True
 
     def answered(
-        self, answer: str, place: AnswerSource, *, finish: str, first_s: float, tokens: int | None
+        self,
+        answer: str,
+        place: AnswerSource,
+        *,
+        finish: str,
+        first_s: float,
+        tokens: int | None,
+        labels: Sequence[Label] = (),
+        user: str = "",
     ) -> None:
-        """Counts an answer; ``finish`` is its end, or how it ended early."""
+        """Counts an answer; ``finish`` is its end, or how it ended early. ``user`` is the pseudonym
+        that says how many users a label has."""
         with self._lock:
             found = self._counts_of(place)
             if found is None:
                 return
-            self._places[answer] = place
+            self._places[answer] = place, labels
             if len(self._places) > MOST_REMEMBERED:
                 self._places.popitem(last=False)
-            found.answers += 1
-            found.errors += finish in ("error", "timeout")
-            found.left += finish == "left"
-            if finish not in ("error", "timeout", "left"):
-                found.first_s = found.first_s.with_value(first_s)
+            failed = finish in (FAILED, TIMED_OUT, FILTERED)
+            labeled = self._counts_by(labels, place.arm)
+            for one in labeled:
+                if len(one.named) < LEAST_USERS:
+                    one.named.add(user)
+            for one in (found, *labeled):
+                one.answers += 1
+                one.errors += failed
+                one.left += finish == LEFT
+                if failed or finish == LEFT:
+                    continue
+                one.first_s = one.first_s.with_value(first_s)
                 if tokens is not None:
-                    found.tokens = found.tokens.with_value(min(float(tokens), MOST_VALUE))
+                    one.tokens = one.tokens.with_value(min(float(tokens), MOST_VALUE))
 
     def reported(self, report: Feedback) -> None:
-        """Counts a report of a client; signals of detectors are not users' words."""
-        if report.source == "detector":
+        """Counts a report of a client, or a judge's score, which has no part in satisfaction;
+        signals of detectors are not users' words."""
+        judged = report.kind.startswith(JUDGED)
+        if report.source == "detector" and not judged:
             return
         with self._lock:
-            place = self._places.get(report.answer, AnswerSource(report.arm))
+            none: Sequence[Label] = ()
+            known = self._places.get(report.answer)
+            place, labels = known or (AnswerSource(report.arm), none)
             found = self._counts_of(place)
             if found is None:
                 return
@@ -175,19 +223,25 @@ class UserFigures:
             found.named.add(user)
             value = min(max(report.value, -MOST_VALUE), MOST_VALUE)
             self._add(found.kinds.setdefault(kind, {}), user, value)
-            scaled = self._scaled(report.kind, report.value)
+            scaled = None if judged else self._scaled(report.kind, report.value)
             if scaled is not None:
-                self._add(found.users, user, scaled)
+                for one in (found, *self._counts_by(labels, place.arm)):
+                    self._add(one.users, user, scaled)
 
     def windows(self) -> list[UserWindow]:
         """Returns all windows, the oldest first, and the present one as it is now."""
         with self._lock:
             self._turn()
+            over = list(self._over)
+        added = [_window(*one) for one in over]  # Without the lock, which answers wait for.
+        with self._lock:
+            self._take(over, added)
             ended = list(self._ended)
             open_ = {place: one.copied() for place, one in self._open.items()}
+            labeled = {place: one.copied() for place, one in self._labeled.items()}
             since = self._since
         found = coarsened(ended, self._clock())
-        present = _window(since, open_)
+        present = _window(since, open_, labeled)
         return [*found, present] if present.counts else found
 
     def stated(self) -> list[UserWindow]:
@@ -220,37 +274,74 @@ class UserFigures:
             return None
         return self._open.setdefault(place, _Open())
 
+    def _counts_by(self, labels: Sequence[Label], arm: str) -> list[_Open]:
+        """Returns the counts of labels; those beyond `MOST_OPEN_LABELS` count together."""
+        found = []
+        for label in labels:
+            place = (label, arm)
+            if place not in self._labeled and len(self._labeled) >= MOST_OPEN_LABELS:
+                place = (Label(label.by, ""), arm)
+            found.append(self._labeled.setdefault(place, _Open()))
+        return found
+
     def _turn(self) -> None:
         """Ends the window that is over, and begins the present one."""
         since = self._clock() // WINDOW_S * WINDOW_S
         if since == self._since:
             return
-        ended = _window(self._since, self._open)
-        if ended.counts:
-            self._ended = coarsened([*self._ended, ended], self._clock())
-        self._since, self._open = since, {}
+        if self._open:
+            self._over.append((self._since, self._open, self._labeled))
+        self._since, self._open, self._labeled = since, {}, {}
+        if len(self._over) > MOST_OVER:  # Nobody has asked for windows: memory comes first.
+            self._take(self._over, [_window(*one) for one in self._over])
+
+    def _take(self, over: Sequence[_Over], added: Sequence[UserWindow]) -> None:
+        """Takes windows that are over, unless another call has taken them."""
+        numbers = {id(one) for one in self._over}
+        new = [window for one, window in zip(over, added, strict=True) if id(one) in numbers]
+        taken = {id(one) for one in over}
+        self._over = [one for one in self._over if id(one) not in taken]
+        if new:
+            self._ended = coarsened([*self._ended, *new], self._clock())
 
 
-def _window(since: float, open_: Mapping[AnswerSource, _Open]) -> UserWindow:
+def _window(
+    since: float,
+    open_: Mapping[AnswerSource, _Open],
+    labeled: Mapping[tuple[Label, str], _Open],
+) -> UserWindow:
     return UserWindow(
         since=since,
         seconds=WINDOW_S,
-        counts=[
-            UserCounts(
-                arm=place.arm,
-                version=place.version,
-                upstream=place.upstream,
-                answers=one.answers,
-                errors=one.errors,
-                left=one.left,
-                first_s=one.first_s,
-                tokens=one.tokens,
-                satisfaction=_of_users(one.users),
-                kinds={kind: _of_users(users) for kind, users in one.kinds.items()},
-                reports=dict(one.reports),
+        counts=[_counts(place, one) for place, one in open_.items()],
+        labels=merged_labels(
+            LabelCounts(
+                by=label.by, name=_shown(label, one), counts=_counts(AnswerSource(arm), one)
             )
-            for place, one in open_.items()
-        ],
+            for (label, arm), one in labeled.items()
+        ),
+    )
+
+
+def _shown(label: Label, counts: _Open) -> str:
+    """Returns a label's name; empty for a task of few users, since a product may have written a
+    user's name into it."""
+    return "" if label.by == "task" and len(counts.named) < LEAST_USERS else label.name
+
+
+def _counts(place: AnswerSource, one: _Open) -> UserCounts:
+    return UserCounts(
+        arm=place.arm,
+        version=place.version,
+        upstream=place.upstream,
+        answers=one.answers,
+        errors=one.errors,
+        left=one.left,
+        first_s=one.first_s,
+        tokens=one.tokens,
+        satisfaction=_of_users(one.users),
+        kinds={kind: _of_users(users) for kind, users in one.kinds.items()},
+        reports=dict(one.reports),
     )
 
 

@@ -77,6 +77,15 @@ function summary(users) {
   ];
 }
 
+function labelTable(labels) {
+  const rows = labels.map((one) => h("tr", {}, h("th", { scope: "row" }, `${one.by === "task" ? "Task" : "Client"} ${one.name ? clean(one.name, 64) : "(others)"}`),
+    h("td", {}, ARMS[one.figures.arm] || clean(one.figures.arm, 20)),
+    [number(one.figures.answers), interval(one.figures.satisfaction, percent), number(one.figures.satisfaction.count), interval(one.figures.errors, percent), interval(one.figures.first_s, number), interval(one.figures.tokens, number)]
+      .map((text) => h("td", { class: "number" }, text))));
+  const head = ["Task or client", "Arm", "Answers", "Satisfaction", "Users by window", "Errors", "First token, s", "Tokens"];
+  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head.map((name, place) => h("th", { scope: "col", class: place > 1 ? "number" : null }, name)))), h("tbody", {}, rows)));
+}
+
 export function usersCards() {
   const element = h("div", { class: "users" });
   let charts = [], shown = "";
@@ -97,7 +106,8 @@ export function usersCards() {
       }
       const table = card("Users", { id: "users", wide: true, caption: "How users fared by arm, over the time that gateways remember. A user counts once in each window, so figures of users have no interval here; those of answers have one of 95 %, as if each were of another user. Decisions rest on the tests of deltawire live status, not on these figures." }, summary(users));
       const grid = h("div", { class: "grid" }, charts.map(([chart]) => chart.element));
-      replace(element, table, grid);
+      const labels = users.labels && users.labels.length ? [card("Tasks and clients", { id: "users-labels", wide: true, caption: "The same by task label and by API key, where requests have one. Tasks of fewer than five users in a quarter of an hour count among the others, and users who refused capture have no task here." }, [labelTable(users.labels)])] : [];
+      replace(element, table, ...labels, grid);
       const marks = users.marks.filter((one) => one.verdict !== "gate").map((one) => ({ x: one.at, label: one.words, bad: one.verdict === "rollback" }));
       for (const [chart, figure] of charts) chart.update({ ...columnsOf(users.points, lines, figure), marks });
     },

@@ -18,6 +18,7 @@ from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.launch.upstreams import read_upstreams
 from deltawire.live.gateway import exchange, user_figures
 from deltawire.live.gateway.answer_ids import AnswerIds
+from deltawire.live.gateway.content_filter import ContentFilter
 from deltawire.live.gateway.engine_tokens import AnswerReader
 from deltawire.live.gateway.exchange import ChatForm, LiveExchange
 from deltawire.live.gateway.requests import read_asked
@@ -221,6 +222,7 @@ def test_an_answer_that_ends_after_its_outcome_was_due_counts_once(serve):
         judged = served.assignment._replace(propensity=0.5)
         late = LiveExchange(
             replace(served, assignment=judged), at.recorder, AnswerIds(), at.names, ChatForm(),
+            ContentFilter(),
             reveal=False,
         )  # fmt: skip
         assert late._served.judged

@@ -1,0 +1,128 @@
+"""Content filters by URL: another server says whether a request may be answered, and whether its
+answer may be shown.
+
+::
+
+    request ─▶ POST before ─▶ replica ─▶ whole answer ─▶ POST after ─▶ client
+                 └─ no: 400, code content_filter            └─ no: an empty answer that ends
+                                                               with finish_reason content_filter
+
+A filter gets ``{"stage", "id", "messages" or "prompt"}``, and after the answer its ``texts``, one
+for each choice; it says ``{"allowed": true}`` or ``false``, with a ``reason`` for the log. It gets
+the client's own texts, unredacted, and neither user, arm nor version. With a filter after the
+answer a stream is held until its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import aiohttp
+import msgspec
+from msgspec import Meta
+
+from deltawire.display import safe_line
+from deltawire.errors import CorruptError, RetryError
+from deltawire.live.gateway.requests import AskedAnswer
+from deltawire.serving.errors import RequestError
+from deltawire.serving.http_answers import read_limited
+from deltawire.serving.request_ids import REQUEST_ID
+from deltawire.wire.captures import FILTERED
+from deltawire.wire.objects import prepared
+
+ANSWER_WITHIN_S = 5.0
+MAX_ANSWER_BYTES = 64 << 10
+_LOG = logging.getLogger("deltawire.live")
+
+
+class FilterVerdict(msgspec.Struct, frozen=True):
+    """A filter's answer."""
+
+    allowed: bool
+    reason: Annotated[str, Meta(max_length=4096)] = ""
+
+
+class ContentFilter:
+    """The filters of one gateway; an empty URL is no filter. ``key`` is sent as a bearer token.
+
+    A filter that does not answer within `ANSWER_WITHIN_S`, or says anything else, lets nothing
+    pass (`RetryError`), or everything with ``open_on_failure``.
+
+    Example::
+
+        filters = ContentFilter(before="https://filter.example.com/v1", key="…")
+        await filters.check_request(session, asked)
+    """
+
+    def __init__(
+        self, *, before: str = "", after: str = "", key: str = "", open_on_failure: bool = False
+    ) -> None:
+        self._before, self._after = before, after
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._open_on_failure = open_on_failure
+        self.refused = self.withheld = self.failed = 0
+
+    @property
+    def checks_answers(self) -> bool:
+        """Whether answers are checked, so that their streams are held."""
+        return bool(self._after)
+
+    async def check_request(self, session: aiohttp.ClientSession, asked: AskedAnswer) -> None:
+        """Raises `RequestError` for a request that the filter does not allow."""
+        if self._before and not await self._allows(session, self._before, _request_of(asked)):
+            self.refused += 1
+            raise RequestError("the content filter refused the request", code=FILTERED)
+
+    async def allows_answer(
+        self, session: aiohttp.ClientSession, asked: AskedAnswer, texts: Sequence[str]
+    ) -> bool:
+        """Returns whether an answer, of one text for each choice, may be shown."""
+        if not self._after:
+            return True
+        body = {**_request_of(asked), "stage": "answer", "texts": texts}
+        allowed = await self._allows(session, self._after, body)
+        self.withheld += not allowed
+        return allowed
+
+    async def _allows(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> bool:
+        try:
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                async with session.post(
+                    url,
+                    data=msgspec.json.encode({**body, "id": REQUEST_ID.get()}),
+                    headers=self._headers,
+                    allow_redirects=False,
+                ) as answer:
+                    data = await read_limited(answer.content, MAX_ANSWER_BYTES)
+                    if answer.status != 200:
+                        raise CorruptError(f"status {answer.status}")
+            verdict = msgspec.json.decode(data, type=prepared(FilterVerdict))
+        except (
+            aiohttp.ClientError,
+            OSError,
+            TimeoutError,
+            CorruptError,
+            msgspec.MsgspecError,
+            RecursionError,
+            UnicodeDecodeError,
+        ) as error:
+            self.failed += 1
+            reason = error.message if isinstance(error, CorruptError) else type(error).__name__
+            passes = "everything passes" if self._open_on_failure else "nothing passes"
+            _LOG.error("the content filter failed, so %s: %s", passes, reason)
+            if self._open_on_failure:
+                return True
+            raise RetryError("the content filter does not answer") from error
+        if not verdict.allowed:
+            _LOG.info("the content filter says no: %s", safe_line(verdict.reason)[:256])
+        return verdict.allowed
+
+
+def _request_of(asked: AskedAnswer) -> dict[str, Any]:
+    name = "messages" if asked.chat else "prompt"
+    return {"stage": "request", name: asked.given.get(name)}
