@@ -32,7 +32,6 @@ OLD = {
     "folding": "compaction",
     "folds": "compacted deltas",
     "heart": "heartbeat",
-    "judge": "scoring process, compare",
     "leftovers": "orphans",
     "liaison": "trainer link",
     "look": "poll, check",

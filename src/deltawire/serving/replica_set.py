@@ -187,7 +187,7 @@ class ReplicaSet:
 
     @property
     def aimed(self) -> bool:
-        """Whether a decision says which version serves."""
+        """True once a decision has named the version that serves."""
         return self._aim is not None
 
     async def close(self) -> None:

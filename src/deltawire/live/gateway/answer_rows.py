@@ -48,7 +48,7 @@ class ServedRequest:
 
     @property
     def labels(self) -> list[Label]:
-        """What its results are sorted by; of users who refused storage, no task."""
+        """The labels that its results are counted by; users who refused storage have no task."""
         found = [Label("client", self.client)] if self.client else []
         if self.task and self.capture:
             found.append(Label("task", self.task[:MOST_LABEL]))

@@ -76,7 +76,7 @@ class AnswerSource(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What a product sorts its answers by: a task label, or the client whose API key it is."""
+    """A label of answers: a task, or the client with its API key."""
 
     by: LabelKind
     name: str
