@@ -69,7 +69,7 @@ class ContentFilter:
 
     @property
     def checks_answers(self) -> bool:
-        """Whether answers are checked, so that their streams are held."""
+        """True if answers are checked: their streams are held then."""
         return bool(self._after)
 
     async def check_request(self, session: aiohttp.ClientSession, asked: AskedAnswer) -> None:
