@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from deltawire.live.gateway.judges import Judge
 from deltawire.runtime.children import UPSTREAM_KEY as KEY_VARIABLE
 from deltawire.wire.decisions import ServedVersion
 
+_LOG = logging.getLogger("deltawire.live")
 MOST_UPSTREAMS = 16
 MOST_JUDGES = 8
 MOST_MODEL = 256
@@ -108,6 +110,7 @@ def read_judges(
     for name, url in places.items():
         key = read_token(files[name]) if name in files else ""
         check_server_url(f"--judge {name}", url, key=key)
+        _warn_of_clear_text(f"--judge {name}", url)
         found.append(Judge(name, url, key, share))
     return tuple(found)
 
@@ -121,7 +124,14 @@ def read_filter(
     for option, url in (("--filter-request", before), ("--filter-answer", after)):
         if url:
             check_server_url(option, url, key=key)
+            _warn_of_clear_text(option, url)
     return ContentFilter(before=before, after=after, key=key, open_on_failure=open_on_failure)
+
+
+def _warn_of_clear_text(option: str, url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
+        _LOG.warning("%s gets users' texts in clear text: %s is no https:// URL", option, url)
 
 
 def _is_loopback(host: str) -> bool:

@@ -167,9 +167,9 @@ class ReplicaSet:
         """Makes these the run's replicas; upstreams stay. One whose name stays is kept with its
         state. A new one is told which version to hold, and takes requests once it states so; one
         that is gone ends the requests that it has."""
-        names = {replica.name for replica in replicas}
+        urls = {replica.name: replica.base_url for replica in replicas}
         for member in [m for m in self._members if not m.replica.upstream]:
-            if member.replica.name in names:
+            if urls.get(member.replica.name) == member.replica.base_url:
                 continue
             member.removed = True
             self._members.remove(member)

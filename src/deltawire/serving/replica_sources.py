@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -110,7 +111,10 @@ class ReplicaFollower:
 
     async def _follow(self) -> None:
         while True:
-            await self.poll()
+            try:
+                await self.poll()
+            except Exception:  # If this ended, the replicas could never change again.
+                _LOG.exception("cannot take the replicas that are listed")
             await asyncio.sleep(READ_EVERY_S)
 
     async def poll(self) -> None:
@@ -120,9 +124,10 @@ class ReplicaFollower:
             found = await asyncio.to_thread(self._source.read)
             if not found:
                 raise InputError("no replica is listed")
-            upstreams = {m.replica.name for m in self._replicas.members if m.replica.upstream}
-            if odd := {self._make(url).name for url in found} & upstreams:
-                raise InputError(f"the replica {min(odd)} has the name of an upstream")
+            names = Counter(m.replica.name for m in self._replicas.members if m.replica.upstream)
+            names.update(self._make(url).name for url in found)
+            if odd := [name for name, count in names.items() if count > 1]:
+                raise InputError(f"two replicas or upstreams have the name {min(odd)}")
         except InputError as error:
             self._seen = None
             if error.message != self._fault:

@@ -123,10 +123,31 @@ def test_replicas_stay_where_the_source_lists_none(bucket, tmp_path):
                 for _ in range(3):
                     await follower.poll()
                 assert names(replicas) == {name_of(urls[0])}, data
+            for twice in ("http://h:1\nhttps://h:1", "http://h:1\nhttp://u@h:1"):
+                path.write_text(twice)
+                for _ in range(3):
+                    await follower.poll()
+                assert names(replicas) == {name_of(urls[0])}, twice
             path.write_text("\n".join(f"http://h{n}" for n in range(1025)))
             for _ in range(3):
                 await follower.poll()
             assert names(replicas) == {name_of(urls[0])}
+
+    asyncio.run(go())
+
+
+def test_a_replica_whose_url_changes_is_another_one(bucket, tmp_path):
+    async def go():
+        path = tmp_path / "replicas"
+        async with followed(bucket, path) as (_, urls, replicas, follower, _):
+            before = replicas.members[0]
+            path.write_text(urls[0].replace("http://", "https://"))
+            for _ in range(2):
+                await follower.poll()
+            (after,) = replicas.members
+            assert after is not before
+            assert after.replica.base_url.startswith("https://")
+            assert before.removed
 
     asyncio.run(go())
 

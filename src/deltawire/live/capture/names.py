@@ -70,3 +70,8 @@ def name_in(folder: Path) -> str:
     if not keys.valid_name(name):
         raise CorruptError(f"{path} holds no name of a gateway", hint="remove the file")
     return name
+
+
+def storable(header: str) -> str:
+    """Returns a header as text that can be stored: bytes that are no UTF-8 become ``?``."""
+    return header.encode(errors="replace").decode()

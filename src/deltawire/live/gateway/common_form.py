@@ -13,10 +13,13 @@ from typing import Any
 
 import msgspec
 
+from deltawire.live.gateway.engine_tokens import FILTER_WORDS
+from deltawire.wire.captures import FILTERED
+
 _FINISHED = {
     **dict.fromkeys(("length", "max_tokens", "model_length", "abort", "error"), "length"),
     **dict.fromkeys(("tool_calls", "tool_use", "function_call"), "tool_calls"),
-    **dict.fromkeys(("content_filter", "safety", "refusal"), "content_filter"),
+    **dict.fromkeys(FILTER_WORDS, FILTERED),
 }
 """OpenAI's word for each word that servers use; all others are ``stop``. OpenAI has none for an
 answer that was broken off: as ``length``, it is not taken for a whole one."""

@@ -7,10 +7,10 @@ answer may be shown.
                  └─ no: 400, code content_filter            └─ no: an empty answer that ends
                                                                with finish_reason content_filter
 
-A filter gets ``{"stage", "id", "messages" or "prompt"}``, and after the answer its ``texts``, one
-for each choice; it says ``{"allowed": true}`` or ``false``, with a ``reason`` for the log. It gets
-the client's own texts, unredacted, and neither user, arm nor version. With a filter after the
-answer a stream is held until its end.
+A filter gets ``{"stage", "id", "messages" or "prompt", "request"}``, where ``request`` lists all
+texts that a model may get, and after the answer its ``texts``, one for each choice; it says
+``{"allowed": true}`` or ``false``, with a ``reason`` for the log. It gets texts unredacted, and
+neither user, arm nor version. With a filter after the answer a stream is held until its end.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from deltawire.wire.objects import prepared
 
 ANSWER_WITHIN_S = 5.0
 MAX_ANSWER_BYTES = 64 << 10
+MOST_HELD_BYTES = 256 << 20
 _LOG = logging.getLogger("deltawire.live")
 
 
@@ -66,15 +67,32 @@ class ContentFilter:
             self._headers["Authorization"] = f"Bearer {key}"
         self._open_on_failure = open_on_failure
         self.refused = self.withheld = self.failed = 0
+        self._held_bytes = 0
 
     @property
     def checks_answers(self) -> bool:
         """True if answers are checked: their streams are held then."""
         return bool(self._after)
 
+    def hold(self, size: int) -> None:
+        """Counts bytes of streams that wait for their verdict; a negative size gives them back.
+        Raises `CorruptError` beyond `MOST_HELD_BYTES` in all of them."""
+        self._held_bytes += size
+        if size > 0 and self._held_bytes > MOST_HELD_BYTES:
+            raise CorruptError("too many bytes of answers wait for the content filter")
+
     async def check_request(self, session: aiohttp.ClientSession, asked: AskedAnswer) -> None:
-        """Raises `RequestError` for a request that the filter does not allow."""
-        if self._before and not await self._allows(session, self._before, _request_of(asked)):
+        """Raises `RequestError` for a request that the filter does not allow, or cannot read: parts
+        that are no text, such as images and ids of tokens."""
+        if not self._before:
+            return
+        if asked.texts().opaque:
+            raise RequestError(
+                "the content filter cannot read all of the request",
+                hint="send text only",
+                code=FILTERED,
+            )
+        if not await self._allows(session, self._before, _request_of(asked)):
             self.refused += 1
             raise RequestError("the content filter refused the request", code=FILTERED)
 
@@ -125,4 +143,5 @@ class ContentFilter:
 
 def _request_of(asked: AskedAnswer) -> dict[str, Any]:
     name = "messages" if asked.chat else "prompt"
-    return {"stage": "request", name: asked.given.get(name)}
+    texts = asked.texts().texts  # Also of tools, documents, variables: models get those too.
+    return {"stage": "request", name: asked.given.get(name), "request": texts}

@@ -18,10 +18,13 @@ import msgspec
 
 from deltawire.errors import CorruptError
 from deltawire.live.gateway.texts import flat_text
+from deltawire.wire.captures import FILTERED
 
 LEAST_LOGPROB = -9999.0
 """vLLM's placeholder for a log-probability of minus infinity."""
 CONFIRMED = "confirmed"
+FILTER_WORDS = frozenset({FILTERED, "safety", "refusal"})
+"""Servers' words for an answer that their own filter withheld."""
 MAX_TOKENS = 1 << 24
 """No answer has more tokens."""
 MAX_DIGITS = 15
@@ -30,7 +33,9 @@ CHARACTERS_A_TOKEN = 4
 REVEALING = ("system_fingerprint", "weight_version", "weight_versions", "version", "metadata")
 """Members of an answer by which engines tell which weights drew it."""
 _THOUGHTS = ("reasoning_content", "reasoning")
-_KNOWN = frozenset({"role", "content", "tool_calls", *_THOUGHTS})
+_SAID = ("content", "text", "refusal")
+"""Members of a message by which servers state its text."""
+_KNOWN = frozenset({"role", "tool_calls", *_SAID, *_THOUGHTS})
 """Members of a message whose texts are read here."""
 
 
@@ -194,7 +199,8 @@ class AnswerReader:
         if "prompt_token_ids" in row and _are_ids(row["prompt_token_ids"]):
             self.prompt = row["prompt_token_ids"]
         said = row.get("message") or row.get("delta") or {}
-        text = row.get("text") or said.get("content") or ""
+        shown = (row.get("text"), *(said.get(name) for name in _SAID))
+        text = "".join(str(one) for one in shown if one)
         thoughts = {str(said[name]) for name in _THOUGHTS if said.get(name)}
         calls = said.get("tool_calls") or ()
         if text:
@@ -223,7 +229,8 @@ class AnswerReader:
             choice.drawn += drawn
             choice.logprobs += logprobs
         if row.get("finish_reason"):
-            choice.finish = str(row["finish_reason"])[:32]
+            finish = str(row["finish_reason"])[:32]
+            choice.finish = FILTERED if finish.lower() in FILTER_WORDS else finish
 
 
 def _versions_of(spans: list[Any]) -> list[int]:

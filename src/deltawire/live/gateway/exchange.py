@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -74,6 +74,8 @@ STREAM_HEADERS = {**WHOLE_HEADERS, "Content-Type": "text/event-stream; charset=u
 """A server's own headers would tell which one it is."""
 COMMENT = b": \n\n"
 _LOG = logging.getLogger("deltawire.live")
+PIECES_AT_ONCE = 64
+"""Pieces of a stream that waited for the content filter, in one write."""
 MOST_REASON = 1000
 """Characters of a replica's own words on why it refuses a request."""
 
@@ -178,17 +180,19 @@ class LiveExchange:
         self._mixed = hides
         self._common: CommonForm | None = None
         """Where servers of different providers answer, unless the client may know which."""
-        if hides and not reveal:
+        checked = filters.checks_answers and bool(recorder.upstreams)  # Of known members only.
+        if checked or (hides and not reveal):
             self._common = CommonForm(self.name, model=asked.given.get("model"), chat=asked.chat)
         self._served = served
         self._recorder = recorder
         self._began = time.monotonic()
         self._first_s = 0.0
         self._has_row = False
+        self._held_bytes = 0
         self._was_tried = False
         self._storing: asyncio.Future[list[str]] | None = None
         self.finish = "whole"
-        """How the answer ended: ``whole``, or a word of `ENDED_EARLY`."""
+        """How the answer ended: ``whole``, `FILTERED`, or a word of `ENDED_EARLY`."""
         self.drawn = 0
         """The tokens of the answer's choices, as the server counts them, else by its text."""
         self.facts: AnswerFacts | None = None
@@ -284,6 +288,7 @@ class LiveExchange:
                         await self._stream(request, reader, first, pieces, answer)
                     finally:
                         self.drawn = max(self.drawn, reader.drawn)
+                        self._filters.hold(-self._held_bytes)
                 else:
                     answer = await self._whole(request, upstream, pieces, headers)
                 refusal = member.replica.upstream and upstream.status in REFUSALS
@@ -369,7 +374,7 @@ class LiveExchange:
         """Passes events on as they arrive; those that end the answer wait for the receipt."""
         found = _StreamEvents(EventSplitter())
         size, waited_s = 0, time.monotonic() - self._began
-        checked: list[_Shown] = []  # Nothing is shown before the filter has seen all.
+        checked: list[bytes] = []  # Nothing is shown before the filter has seen all.
         chunk = first
         while chunk:
             size += len(chunk)
@@ -377,7 +382,9 @@ class LiveExchange:
                 raise CorruptError(f"a stream of {size} bytes and {waited_s:.0f} s")
             shown = list(self._shown_of(reader, found, chunk))
             if self._filters.checks_answers:
-                checked += shown
+                pieces_of = [msgspec.msgpack.encode(one) for one in shown]
+                self._hold(sum(map(len, pieces_of)))
+                checked += pieces_of
             elif shown:
                 await _write(request, answer, self._events_of(shown))
             asked = time.monotonic()
@@ -390,9 +397,15 @@ class LiveExchange:
         except _FilterFailed as error:
             await _write(request, answer, self._form.failed(str(error)))
         else:
-            out = self._events_of(checked) if last is found.held else b""
-            await _write(request, answer, out + self._form.end(last, self._member(receipts)))
+            for start in range(0, len(checked) if last is found.held else 0, PIECES_AT_ONCE):
+                part = checked[start : start + PIECES_AT_ONCE]
+                await _write(request, answer, self._events_of(map(msgspec.msgpack.decode, part)))
+            await _write(request, answer, self._form.end(last, self._member(receipts)))
         await answer.write_eof()
+
+    def _hold(self, size: int) -> None:
+        self._held_bytes += size
+        self._filters.hold(size)
 
     def _shown_of(
         self, reader: AnswerReader, found: _StreamEvents, chunk: bytes
@@ -418,7 +431,7 @@ class LiveExchange:
                 else:
                     yield shown
 
-    def _events_of(self, shown: Sequence[_Shown]) -> bytes:
+    def _events_of(self, shown: Iterable[_Shown]) -> bytes:
         """Returns the events of pieces: comments as they are, words on why the replica failed, and
         chunks."""
         out = []
@@ -437,7 +450,7 @@ class LiveExchange:
         """Returns the answer that the client gets, and its receipts."""
         if await self._allowed(request, reader):
             return shown, await self._receipts(reader)
-        withheld = _withheld(reader)
+        withheld, self.finish = _withheld(reader), FILTERED
         body = {"choices": [_ended_row(place, message=True) for place in withheld.choices]}
         return self._empty_form.whole(body), await self._receipts(withheld, drawn=reader.drawn)
 
@@ -448,7 +461,7 @@ class LiveExchange:
         that is withheld."""
         if await self._allowed(request, reader):
             return held, await self._receipts(reader)
-        withheld = _withheld(reader)
+        withheld, self.finish = _withheld(reader), FILTERED
         body = {"choices": [_ended_row(place, message=False) for place in withheld.choices]}
         last: list[Mapping[str, Any]] = list(self._empty_form.chunks(body))
         return last, await self._receipts(withheld, drawn=reader.drawn)
@@ -461,6 +474,9 @@ class LiveExchange:
     async def _allowed(self, request: web.Request, reader: AnswerReader) -> bool:
         if not self._filters.checks_answers:
             return True
+        if any(one.opaque for one in reader.choices.values()):
+            _LOG.error("an answer is withheld: it has members that no filter reads")
+            return False
         texts = ["\n".join(one.texts()) for _, one in sorted(reader.choices.items())]
         try:
             return await self._filters.allows_answer(
@@ -468,6 +484,9 @@ class LiveExchange:
             )
         except RetryError as error:
             self.drawn = reader.drawn
+            # The filter failed, not the arm: nothing is an outcome of the canary.
+            assignment = self._served.assignment._replace(propensity=1.0, kept=0.0)
+            self._served = replace(self._served, assignment=assignment)
             self.end(FAILED, error.message)
             raise _FilterFailed(error.message) from error
 

@@ -35,7 +35,9 @@ from deltawire.wire.receipts import Receipt
 ANSWER_WITHIN_S = 60.0
 MAX_ANSWER_BYTES = 64 << 10
 MOST_WAITING = 256
-"""Answers that wait for one judge; further ones are dropped and counted."""
+"""Answers that wait for one judge; further ones are dropped and counted, as are those of more than
+`MOST_CHARACTERS`, request included."""
+MOST_CHARACTERS = 1 << 18
 AT_ONCE = 4
 _LOG = logging.getLogger("deltawire.live")
 
@@ -63,6 +65,11 @@ class StoredAnswer:
     receipt: Receipt
     request: Sequence[str]
     answer: str
+
+    @property
+    def size(self) -> int:
+        """The characters of its texts."""
+        return sum(map(len, self.request)) + len(self.answer)
 
 
 class Judges:
@@ -103,7 +110,12 @@ class Judges:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def offer(self, stored: StoredAnswer) -> None:
-        """Has an answer scored later. Returns at once."""
+        """Has an answer scored later, unless it has no text. Returns at once."""
+        if not stored.answer.strip():
+            return
+        if stored.size > MOST_CHARACTERS:
+            self.counts["dropped"] += 1
+            return
         for judge, queue in self._queues.items():
             if not _is_drawn(judge, stored.receipt.answer):
                 continue

@@ -30,7 +30,7 @@ import msgspec
 from deltawire.config.retention import RetainConfig
 from deltawire.errors import DeltawireError
 from deltawire.live.capture.consent import ConsentRule
-from deltawire.live.capture.names import name_in, normalize_name
+from deltawire.live.capture.names import name_in, normalize_name, storable
 from deltawire.live.capture.redaction import Redaction
 from deltawire.live.capture.spool import Spool
 from deltawire.live.capture.uploader import UPLOAD_EVERY_S, SpooledStream, SpoolUploader
@@ -287,8 +287,8 @@ class Recorder:
             user,
             known and self.consent.allows(names["capture"], lives[0][0]),
             self.assign(assigned, conversation),
-            names["task"][:256],
-            names["cohort"][:64],
+            storable(names["task"])[:256],
+            storable(names["cohort"])[:64],
             names.get("client", ""),
             affinity,
             known,

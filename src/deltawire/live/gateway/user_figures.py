@@ -247,8 +247,8 @@ class UserFigures:
     def stated(self) -> list[UserWindow]:
         """Returns the newest windows that a gateway's state has room for; none where a reader would
         not take them, since what else the state says is needed."""
-        found = fitting(self.windows())
         try:
+            found = fitting(self.windows())
             msgspec.json.decode(msgspec.json.encode(found), type=list[UserWindow])
         except (msgspec.MsgspecError, UnicodeEncodeError) as error:
             _LOG.error("figures of users are left out: %s", str(error)[:200])

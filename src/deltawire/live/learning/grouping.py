@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from deltawire.config import RunConfig
 from deltawire.config.live import DEFAULT_REWARDS
+from deltawire.config.ranges import JUDGED
 from deltawire.live.learning.advantages import (
     Baseline,
     LearnedBaseline,
@@ -192,7 +193,7 @@ class GroupMaker:
             if age_s > self.config.live.max_age_s:
                 self.states["expired"] += 1
                 continue
-            last = max((r.received for r in counted), default=None)
+            last = max((r.received for r in self._awaited(counted)), default=None)
             state = self._window.state(
                 age_s, None if last is None else last - capture.at, self.delays
             )
@@ -326,6 +327,13 @@ class GroupMaker:
             for one in reports
             if one.kind in self.rules.kinds or self._own or (paired and one.kind == EDIT)
         ]
+
+    def _awaited(self, counted: list[Feedback]) -> list[Feedback]:
+        """Returns the reports that an answer waits for: where users' feedback is weighed, scores of
+        judges come too early to end the wait for it, or to break silence."""
+        if not self._own and all(kind.startswith(JUDGED) for kind in self.rules.kinds):
+            return counted
+        return [one for one in counted if not one.kind.startswith(JUDGED)]
 
     def better_answer(self, answer: str, name: str) -> NDArray[np.int32] | None:
         """Returns the tokens of the edit that a lineage names, None if it is not known, or if this

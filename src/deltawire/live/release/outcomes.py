@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deltawire.config.live import DEFAULT_REWARDS, LiveConfig
-from deltawire.config.ranges import KNOWN_RANGES, LOWER_IS_BETTER, range_of
+from deltawire.config.ranges import JUDGED, KNOWN_RANGES, LOWER_IS_BETTER, range_of
 from deltawire.errors import InputError
 from deltawire.live.capture.guardrails import OF_EVERY_ANSWER, SILENT, AnswerFacts, touches
 from deltawire.live.learning.rewards import TERMS, OwnReward, RewardRules, values_of
-from deltawire.wire.captures import ENDED_EARLY, NOT_STORED, Capture, Feedback
+from deltawire.wire.captures import ENDED_EARLY, FILTERED, NOT_STORED, Capture, Feedback
 from deltawire.wire.decisions import CANDIDATE, HOLD_BACK, Decision
 from deltawire.wire.receipts import SERVING
 
@@ -124,6 +124,9 @@ class OutcomeRules:
         counted = frozenset(live.rewards or DEFAULT_REWARDS) - TERMS.keys()
         metric = live.release.metric
         self._kinds = counted if metric == "reward" else counted | {metric}
+        # A judge breaks no silence, unless only judges are asked.
+        of_users = {kind for kind in self._kinds if not kind.startswith(JUDGED)}
+        self._of_users = of_users or self._kinds
         self._ranges = {
             kind: sorted(live.ranges.get(kind) or KNOWN_RANGES[kind])
             for kind in self._kinds
@@ -203,7 +206,8 @@ class OutcomeRules:
         if reported:
             self.reported[METRIC] += 1
             self.clipped[METRIC] += not self._scale.holds(value)
-        early = answer.finish in ENDED_EARLY  # Not silence: the user got no answer.
+        # Not silence: the user got no answer.
+        early = answer.finish in ENDED_EARLY or answer.finish == FILTERED
         found = {METRIC: 0.0 if early else self._scale.scaled(value)}
         facts = AnswerFacts.of(answer)
         for name in self._release.guardrails:
@@ -213,7 +217,7 @@ class OutcomeRules:
             unknown |= name == "long" and facts.tokens is None
             touched = unknown or touches(name, facts, self._release)
             if name == SILENT:
-                touched = not any(kind in values for kind in self._kinds)
+                touched = not any(kind in values for kind in self._of_users)
             found[name] = float(touched)
         return found
 

@@ -1,14 +1,19 @@
 """Content filters and judges: other servers, by URL, that see what users ask and get."""
 
 import asyncio
+import dataclasses
 import json
 
+import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from live_decider import in_loop, until
 from live_gateway import WORDS, live_serving, published
 
+from deltawire.chat.requests import RequestDefaults
+from deltawire.config import parse_config
 from deltawire.config.ranges import range_of
 from deltawire.config.release import ReleaseConfig
 from deltawire.errors import InputError
@@ -17,6 +22,9 @@ from deltawire.live.capture.guardrails import AnswerFacts, touches
 from deltawire.live.gateway import content_filter, judges
 from deltawire.live.gateway.content_filter import ContentFilter
 from deltawire.live.gateway.judges import Judge
+from deltawire.live.gateway.requests import read_asked
+from deltawire.live.release.outcomes import METRIC, OutcomeRules
+from deltawire.wire.captures import Capture, Feedback
 
 ANSWER = "".join(WORDS)
 HOSTILE = {
@@ -90,6 +98,7 @@ def test_a_refused_request_reaches_no_replica_and_blames_no_arm(tmp_path, monkey
                 assert sent == {
                     "stage": "request",
                     "messages": [{"role": "user", "content": "Hi"}],
+                    "request": ["Hi"],
                 }, "neither user nor arm"
                 assert other.headers[-1]["Authorization"] == "Bearer secret"
 
@@ -158,6 +167,7 @@ def test_a_filter_that_does_not_answer_lets_nothing_pass(tmp_path, monkeypatch, 
                 assert (status, code_of(data)) == (503, "service_unavailable")
                 assert ANSWER.encode() not in data
                 assert filters.failed == 1
+                assert not filters._held_bytes
                 status, data, _ = await at.ask("Hi", stream=True)
                 assert ANSWER.split()[0].encode() not in data
                 assert status == (503 if stage == "before" else 200)
@@ -217,6 +227,124 @@ def test_a_judge_that_fails_or_is_slow_stops_nothing(tmp_path, monkeypatch):
                 await until(lambda: counts["dropped"] >= 1)
                 _, reports = await at.uploaded()
                 assert not [one for one in reports if one.kind.startswith("judged")]
+
+
+def test_a_filter_sees_all_that_a_model_gets_or_refuses_it(tmp_path, monkeypatch):
+    @in_loop
+    async def scenario():
+        async with OtherServer({"allowed": True}) as other:
+            filters = ContentFilter(before=other.url)
+            async with serving(tmp_path, monkeypatch, filters=filters) as at:
+                tool = {"type": "function", "function": {"name": "f", "description": "SECRET"}}
+                assert (await at.ask("Hi", tools=[tool]))[0] == 200
+                assert "SECRET" in str(other.asked[-1]["request"])
+                image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+                said = [{"role": "user", "content": [image]}]
+                seen = len(at.fake.seen)
+                status, data, _ = await at.ask(messages=said)
+                assert (status, code_of(data)) == (400, "content_filter")
+                assert len(at.fake.seen) == seen
+
+
+def test_what_a_filter_cannot_read_is_withheld(tmp_path, monkeypatch):
+    @in_loop
+    async def scenario():
+        async with OtherServer({"allowed": True}) as other:
+            filters = ContentFilter(after=other.url)
+            async with serving(tmp_path, monkeypatch, filters=filters) as at:
+                at.fake.says = {"refusal": "SECRET"}
+                assert (await at.ask("Hi"))[0] == 200
+                assert "SECRET" in str(other.asked[-1]["texts"]), "a refusal is text too"
+                at.fake.says = {"audio": {"transcript": "SECRET"}}
+                status, data, _ = await at.ask("Hi")
+                assert status == 200
+                assert b"SECRET" not in data
+                assert b"content_filter" in data
+
+
+def test_streams_that_wait_take_bounded_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(content_filter, "MOST_HELD_BYTES", 10)
+
+    @in_loop
+    async def scenario():
+        async with OtherServer({"allowed": True}) as other:
+            filters = ContentFilter(after=other.url)
+            async with serving(tmp_path, monkeypatch, filters=filters) as at:
+                with pytest.raises(aiohttp.ClientError):
+                    await at.ask("Hi", stream=True)
+                await until(lambda: not filters._held_bytes)
+
+
+def test_a_filter_that_fails_blames_no_arm(tmp_path, monkeypatch):
+    @in_loop
+    async def scenario():
+        async with OtherServer(b"no") as other:
+            filters = ContentFilter(after=other.url)
+            async with serving(tmp_path, monkeypatch, filters=filters) as at:
+                drawn = at.recorder.assign("u", "c")._replace(propensity=0.5)
+                at.recorder.assign = lambda *_: drawn
+                assert (await at.ask("Hi"))[0] == 503
+                (row,), _ = await at.uploaded()
+                assert (row.finish, row.propensity, row.kept) == ("error", 1.0, None)
+
+
+def test_withheld_answers_and_calls_are_not_judged(tmp_path, monkeypatch):
+    @in_loop
+    async def scenario():
+        no = OtherServer({"allowed": False})
+        async with OtherServer({"value": 1.0}) as other, no as filters_at:
+            options = {
+                "filters": ContentFilter(after=filters_at.url),
+                "judges": [Judge("j", other.url)],
+            }
+            async with serving(tmp_path, monkeypatch, **options) as at:
+                assert (await at.ask("Hi"))[0] == 200
+                (row,), _ = await at.uploaded()
+                release = parse_config(
+                    {"name": "x", "live": {"release": {"metric": "judged_j"}}}, source="x"
+                ).live
+                rules = OutcomeRules(release)
+                score = Feedback(
+                    id="s", answer=row.answer, conversation=row.conversation, arm="serving",
+                    kind="judged_j", value=1.0, at=row.at, received=row.at, served_at=row.at,
+                )  # fmt: skip
+                assert rules.values(row, [score])[METRIC] == 0.0, "the user got no answer"
+                assert not other.asked
+
+
+def test_a_score_neither_ends_the_wait_for_users_nor_breaks_silence():
+    live = parse_config(
+        {"name": "x", "live": {"rewards": {"thumbs": 1.0, "judged_j": 0.5}}}, source="x"
+    ).live
+    row = Capture(
+        answer="a" * 32, conversation="c" * 32, turn=0, arm="serving", propensity=0.5, at=100.0,
+        receipt="r", finish="stop", unusable="x",
+    )  # fmt: skip
+    score = Feedback(
+        id="s", answer=row.answer, conversation=row.conversation, arm="serving",
+        kind="judged_j", value=1.0, at=100.0, received=100.0, served_at=100.0,
+    )  # fmt: skip
+    assert OutcomeRules(live).values(row, [score])["silent"] == 1.0
+    only = msgspec.structs.replace(live, rewards={"judged_j": 1.0})
+    assert OutcomeRules(only).values(row, [score])["silent"] == 0.0
+
+
+def test_a_label_that_is_no_text_stops_no_upload(tmp_path, monkeypatch):
+    @in_loop
+    async def scenario():
+        async with serving(tmp_path, monkeypatch) as at:
+            for number in range(6):
+                names = {"user": f"u{number}", "task": "x\udcff", "cohort": "y\udcff"}
+                asked = read_asked(
+                    {"model": "m", "messages": []}, chat=True, defaults=RequestDefaults()
+                )
+                empty = dict.fromkeys(("conversation", "capture"), "")
+                served = at.recorder.served(asked, empty | names)
+                served = dataclasses.replace(served, capture=True)
+                at.recorder.ended(served, "error", "x", 0.1)
+            assert {one.name for one in at.recorder.figures.stated()[0].labels} == {"x?"}
+            rows, _ = await at.uploaded()
+            assert {(row.task, row.cohort) for row in rows} == {("x?", "y?")}
 
 
 def test_a_judge_scores_the_share_that_is_stated():
