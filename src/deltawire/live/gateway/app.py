@@ -36,8 +36,9 @@ from deltawire.live.capture.consent import CAPTURE_HEADER
 from deltawire.live.feedback.intake import MAX_BODY_BYTES, Taken, UnknownReceiptError
 from deltawire.live.gateway.answer_ids import AnswerIds
 from deltawire.live.gateway.answer_rows import ServedRequest
+from deltawire.live.gateway.client_forms import ChatForm, ClientForm
 from deltawire.live.gateway.content_filter import ContentFilter
-from deltawire.live.gateway.exchange import EXCHANGE, FAILURES, ChatForm, ClientForm, LiveExchange
+from deltawire.live.gateway.exchange import EXCHANGE, FAILURES, LiveExchange
 from deltawire.live.gateway.model_names import ModelNames
 from deltawire.live.gateway.options import refuse_options
 from deltawire.live.gateway.recorder import Recorder

@@ -14,10 +14,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -29,6 +29,7 @@ from deltawire.live.capture.guardrails import AnswerFacts
 from deltawire.live.feedback.client import RECEIPT_HEADER
 from deltawire.live.gateway.answer_ids import ANSWER_HEADER, AnswerIds
 from deltawire.live.gateway.answer_rows import ServedRequest
+from deltawire.live.gateway.client_forms import ClientForm
 from deltawire.live.gateway.common_form import CommonForm
 from deltawire.live.gateway.content_filter import ContentFilter
 from deltawire.live.gateway.engine_tokens import (
@@ -78,50 +79,6 @@ PIECES_AT_ONCE = 64
 """Pieces of a stream that waited for the content filter, in one write."""
 MOST_REASON = 1000
 """Characters of a replica's own words on why it refuses a request."""
-
-
-class ClientForm(Protocol):
-    """The form in which one client gets its answer. `Mapping`s are of a chat or a completion, as
-    the client may see them; ``member`` has the receipts."""
-
-    def whole(self, body: Mapping[str, Any], member: Mapping[str, Any]) -> bytes:
-        """Returns a whole answer."""
-        ...
-
-    def chunk(self, body: Mapping[str, Any]) -> bytes:
-        """Returns the events of a chunk before the last."""
-        ...
-
-    def end(self, held: Sequence[Mapping[str, Any]], member: Mapping[str, Any]) -> bytes:
-        """Returns the events of the chunks that waited for the receipts, and of the end."""
-        ...
-
-    def failed(self, message: str) -> bytes:
-        """Returns an event that takes the place of one that is no answer."""
-        ...
-
-
-class ChatForm:
-    """Chats and completions: chunks as they come, and the receipts in the last of them."""
-
-    def whole(self, body: Mapping[str, Any], member: Mapping[str, Any]) -> bytes:
-        """Returns a whole answer."""
-        return msgspec.json.encode({**body, "deltawire": member})
-
-    def chunk(self, body: Mapping[str, Any]) -> bytes:
-        """Returns the event of a chunk."""
-        return b"data: %s\n\n" % msgspec.json.encode(body)
-
-    def end(self, held: Sequence[Mapping[str, Any]], member: Mapping[str, Any]) -> bytes:
-        """Returns the last chunks, with the receipts in the last of them."""
-        rows = list(held)
-        if rows:
-            rows[-1] = {**rows[-1], "deltawire": member}
-        return b"".join(map(self.chunk, rows)) + b"data: %s\n\n" % DONE
-
-    def failed(self, message: str) -> bytes:
-        """Returns the event of an error."""
-        return b"data: %s\n\n" % error_body(500, message)
 
 
 _Shown = bytes | str | Mapping[str, Any]

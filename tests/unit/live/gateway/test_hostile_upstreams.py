@@ -18,9 +18,10 @@ from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.launch.upstreams import read_upstreams
 from deltawire.live.gateway import exchange, user_figures
 from deltawire.live.gateway.answer_ids import AnswerIds
+from deltawire.live.gateway.client_forms import ChatForm
 from deltawire.live.gateway.content_filter import ContentFilter
 from deltawire.live.gateway.engine_tokens import AnswerReader
-from deltawire.live.gateway.exchange import ChatForm, LiveExchange
+from deltawire.live.gateway.exchange import LiveExchange
 from deltawire.live.gateway.requests import read_asked
 from deltawire.live.gateway.user_figures import AnswerSource, UserFigures
 from deltawire.runtime.children import LocalLauncher
