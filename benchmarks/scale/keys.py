@@ -89,6 +89,9 @@ KEYS: Final[dict[str, Key]] = {
     "storm_commit_delay_s": Key(
         "storm_run", "<=", 2, "seconds that the storm adds to commits on the same store, most"
     ),
+    "storm_plan_error": Key(
+        "storm_run", "<=", 0.15, "largest error of what plan and simulation say of these readers"
+    ),
     "run_dollars_error": Key(
         "run_costs", "<=", 0.10, "error of the planned dollars of a whole run, counted by its store"
     ),

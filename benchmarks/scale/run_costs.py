@@ -1,14 +1,15 @@
 """Counts what every process of a small real run asks of its stores, next to the plan of that run.
 
-A trainer, two workers, an evaluator, a relay and a reader of its copy run as processes, the first
-five as users start them. Each has an access key with its name, by which the S3 server counts
+A trainer, workers, an evaluator, a relay and a reader of its copy run as processes, all but the
+last as users start them. Each has an access key with its name, by which the S3 server counts
 requests and bytes::
 
-    trainer, evaluator, worker "home" ─▶ s3://runs/run ◀─ worker "away", from another region
-                                              └─▶ relay ─▶ s3://runs/copy ◀─ reader
+    trainer, evaluator, workers "home" ─▶ s3://runs/run ◀─ workers "away", from another region
+                                               └─▶ relay ─▶ s3://runs/copy ◀─ reader
 
 Everything that a day would ask for is priced as the plan prices it. The plan gets what its author
-must know: the length of a step, the rollouts, the size of a delta, and the store's latency.
+must know: the length of a step, the rollouts, the size of a delta, and the store's latency. Two
+runs are compared: one whose counts corrected the planner, and one that differs in everything.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ import msgspec
 
 from benchmarks.runner import ROOT
 from benchmarks.scale.fleet_process import Settings
-from benchmarks.scale.run_prices import Counted, Observed, compare, request_of
+from benchmarks.scale.run_prices import (
+    FITTED,
+    OTHER,
+    Counted,
+    Observed,
+    Setting,
+    compare,
+    request_of,
+)
 from benchmarks.training.keys import Measured, Options
 from deltawire.errors import BugError
 from deltawire.events import Span, Step
@@ -44,38 +53,36 @@ from deltawire.testing.throttle import Attempts
 from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.manifest import Manifest
 
-WORLDS = (0.02, 0.15)
-"""Seconds that the store takes for a request: two stores, as a plan's formulas depend on them."""
 WINDOW_S = 90.0
-SETTLED = 8
-"""The version from which on a run does all that it repeats: anchors, checkpoints, retention."""
+SETTLED = 7
+"""The version after which a run does all that it repeats: checkpoints and retention."""
 PATIENCE_S = 600.0
 CONFIG = """
 name = "costs"
 [model.build]
-hidden_size = 192
+hidden_size = {hidden_size}
 layers = 2
 head_size = 32
 feed_forward_size = 512
 context = 128
 [task]
 heldout = 8
-options = { min_word_len = 3, max_word_len = 4 }
+options = {{ min_word_len = 3, max_word_len = 4 }}
 [warm_start]
 max_steps = 2
 check_every = 2
 [rollout]
-workers = 2
-group_size = 4
+workers = {workers}
+group_size = {group_size}
 max_tokens = 24
-slots = 16
+slots = {slots}
 context = 96
 [train]
 versions = 1000000
-groups_per_step = 16
+groups_per_step = {groups_per_step}
 max_staleness = 2
-checkpoint_every = 5
-anchor_every = 5
+checkpoint_every = {checkpoint_every}
+anchor_every = {anchor_every}
 [evaluate]
 every = 10
 samples = 1
@@ -85,32 +92,46 @@ rollouts = 10
 
 
 def measure(options: Options) -> Measured:
-    """Runs the fleet once, and counts in a store of each of the two latencies."""
+    """Runs both fleets, and counts in a store of each of two latencies."""
     del options
-    with tempfile.TemporaryDirectory(prefix="deltawire-costs-") as name, S3Server() as server:
-        server.make_bucket("runs")
-        folder = Path(name)
-        (folder / "run.toml").write_text(CONFIG)
-        with _fleet(server, folder) as ended:
-            bucket = _open(server, "bench")
-            _wait(lambda: (newest_version(bucket) or 0) >= SETTLED, ended)
-            seen = [_observe(server, bucket, latency_s, ended) for latency_s in WORLDS]
-        model = str(folder / "model" / "config.json")
-        found = [_compare(one, model) for one in seen]
+    made = [(setting, *run_fleet(setting)) for setting in (FITTED, OTHER)]
+    counted = [one for _, found, _ in made for one in found]
     return Measured(
         {
-            "run_dollars_error": max(abs(one.error) for one in found),
-            "run_item_error": max(one.largest for one in found),
+            "run_dollars_error": max(abs(one.error) for one in counted),
+            "run_item_error": max(one.largest for one in counted),
         },
         {
-            "worlds": [msgspec.to_builtins(one) for one in found],
-            "observed": [msgspec.to_builtins(one) for one in seen],
+            "runs": [
+                {
+                    "setting": msgspec.to_builtins(setting),
+                    "worlds": [msgspec.to_builtins(one) for one in found],
+                    "observed": [msgspec.to_builtins(one) for one in seen],
+                }
+                for setting, found, seen in made
+            ],
         },
     )
 
 
-def _compare(seen: Observed, model: str) -> Counted:
-    request = request_of(seen, model)
+def run_fleet(setting: Setting) -> tuple[list[Counted], list[Observed]]:
+    """Runs a fleet; returns what a store of each latency counted next to the plan, and that."""
+    with tempfile.TemporaryDirectory(prefix="deltawire-costs-") as name, S3Server() as server:
+        server.make_bucket("runs")
+        folder = Path(name)
+        fields = {**msgspec.to_builtins(setting), "workers": setting.home + setting.away}
+        (folder / "run.toml").write_text(CONFIG.format(**fields))
+        with _fleet(server, folder, setting) as ended:
+            bucket = _open(server, "bench")
+            settled = 1 + max(SETTLED, setting.anchor_every)
+            _wait(lambda: (newest_version(bucket) or 0) >= settled, ended)
+            seen = [_observe(server, bucket, one, ended) for one in setting.latencies_s]
+        model = str(folder / "model" / "config.json")
+        return [_compare(one, model, setting) for one in seen], seen
+
+
+def _compare(seen: Observed, model: str, setting: Setting) -> Counted:
+    request = request_of(seen, model, setting)
     plan = make_plan(request, request.architecture(), shipped_rates(), changed=seen.changed)
     return compare(seen, plan, request)
 
@@ -120,7 +141,7 @@ def _open(server: S3Server, client: str, run: str = "run") -> Bucket:
 
 
 @contextmanager
-def _fleet(server: S3Server, folder: Path) -> Iterator[Callable[[], str]]:
+def _fleet(server: S3Server, folder: Path, setting: Setting) -> Iterator[Callable[[], str]]:
     """Runs the processes; yields what names one that ended."""
     run, copy = "s3://runs/run", "s3://runs/copy"
     started: dict[str, subprocess.Popen[bytes]] = {}
@@ -157,8 +178,9 @@ def _fleet(server: S3Server, folder: Path) -> Iterator[Callable[[], str]]:
         )
         bucket = _open(server, "bench")
         _wait(lambda: newest_version(bucket) is not None, ended)
-        started["home"] = command("home", "worker", run, "--id", "home")
-        started["away"] = command("away", "worker", run, "--id", "away")
+        for region, count in (("home", setting.home), ("away", setting.away)):
+            for client in (f"{region}{number}" for number in range(count)):
+                started[client] = command(client, "worker", run, "--id", client)
         started["evaluator"] = command("evaluator", "evaluator", run)
         words = ["relay", run, copy, "--follow", "--json", "--compaction-strides", ""]
         started["relay"] = command("relay", *words)  # No plan has compacted deltas.

@@ -16,9 +16,35 @@ from deltawire.testing.throttle import Attempts
 MATTERS = 0.03
 """Items below this share of the dollars may be further off."""
 REGIONS = {"home": "home", "away": "away", "relay": "copy", "reader": "copy"}
-"""The region of each process; those of the trainer's are not listed."""
+"""The region of each process, whose name may end with a number; those of the trainer's are not
+listed."""
 OVERWRITTEN = {"heartbeats", "trainer.json", "readers"}
 """Kinds of objects that replace themselves, so that their bytes do not pile up."""
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """A run whose plan is compared: so many workers in the trainer's region (``home``) and in
+    another one (``away``), with so many ``slots`` each. The store takes each of ``latencies_s`` for
+    a request, one after another."""
+
+    home: int = 1
+    away: int = 1
+    slots: int = 16
+    group_size: int = 4
+    groups_per_step: int = 16
+    anchor_every: int = 5
+    checkpoint_every: int = 5
+    hidden_size: int = 192
+    latencies_s: tuple[float, ...] = (0.02, 0.15)
+
+
+FITTED = Setting()
+"""The run whose counts corrected the planner's formulas."""
+OTHER = Setting(
+    home=2, away=1, slots=12, group_size=2, groups_per_step=24, anchor_every=8, checkpoint_every=3,
+    hidden_size=256, latencies_s=(0.05, 0.3),
+)  # fmt: skip
+"""A run that differs from it in all of this, and corrected nothing."""
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,9 +110,10 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
         return max(abs(one.error) for one in self.rows if one.dollars > MATTERS * self.dollars)
 
 
-def request_of(seen: Observed, model: str) -> PlanRequest:
+def request_of(seen: Observed, model: str, setting: Setting = FITTED) -> PlanRequest:
     """Returns the plan's request that describes the run of `benchmarks.scale.run_costs`."""
-    period_s, per_group, engines = seen.seconds / seen.versions, 4, 2
+    period_s, per_group = seen.seconds / seen.versions, setting.group_size
+    under_way = (setting.home + setting.away) * setting.slots
     batch = round(seen.groups * per_group)
     region: dict[str, Any] = {"accelerator": "h100", "accelerators": 1, "tensor_parallel": 1}
     plan = {
@@ -97,16 +124,16 @@ def request_of(seen: Observed, model: str) -> PlanRequest:
         },
         "trainer": {
             "accelerator": "h100", "accelerators": 1, "step_s": seen.busy_s / seen.versions,
-            "anchor_every": 5, "checkpoint_every": 5,
+            "anchor_every": setting.anchor_every, "checkpoint_every": setting.checkpoint_every,
         },
         "rollouts": {
-            "batch": batch, "seconds": engines * 16 * period_s / batch, "per_engine": 16,
+            "batch": batch, "seconds": under_way * period_s / batch, "per_engine": setting.slots,
             "max_staleness": 2, "group_size": per_group,
             "tokens": max(1, round(seen.group_tokens / per_group)),
         },
         "regions": [
-            {**region, "name": "home"},
-            {**region, "name": "away", "away": True, "relay": False},
+            {**region, "name": "home", "accelerators": setting.home},
+            {**region, "name": "away", "accelerators": setting.away, "away": True, "relay": False},
             {**region, "name": "copy", "away": True, "rollouts": False},
         ],
         "prices": {"s3": {"get_ms": 1e3 * seen.get_s, "put_ms": 1e3 * seen.put_s}},
@@ -118,7 +145,7 @@ def request_of(seen: Observed, model: str) -> PlanRequest:
 
 def item_of(one: Attempts) -> tuple[str, str]:
     """Returns the plan's item and region of requests."""
-    region = REGIONS.get(one.client, "")
+    region = REGIONS.get(one.client.rstrip("0123456789"), "")
     if one.client in ("evaluator", "relay"):
         return one.client, region
     if one.kind == "retained.json":
@@ -154,7 +181,7 @@ def counted_bill(seen: Observed, request: PlanRequest) -> Bill:
             continue
         reads = one.made * day if one.verb in ("GET", "HEAD") else 0.0
         writes = one.made * day if one.verb in ("PUT", "POST", "LIST") else 0.0
-        crosses = one.client == "away" or (one.client == "relay" and one.run == "runs/run")
+        crosses = region == "away" or (one.client == "relay" and one.run == "runs/run")
         states = one.kind == "checkpoints"
         kept = one.verb in ("PUT", "POST") and one.kind not in OVERWRITTEN and not states
         stored = request.trainer.checkpoints * request.trainer.checkpoint_every

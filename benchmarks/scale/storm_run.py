@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.runner import ROOT
+from benchmarks.scale.storm_plan import fleet, planned_s
 from benchmarks.training.keys import Measured, Options
 from deltawire.errors import BugError
 from deltawire.store import open_bucket
@@ -75,12 +76,14 @@ class Storm(msgspec.Struct, frozen=True, kw_only=True):
 
     needed_s: float
     requests: float
+    cold_requests: float
     rate: float
     last_s: float
     cold_s: float
     attempts: float
     cold_attempts: float
     ended: int
+    readers: int
     commits_s: list[float]
     commits_alone_s: list[float]
 
@@ -88,6 +91,15 @@ class Storm(msgspec.Struct, frozen=True, kw_only=True):
     def commit_delay_s(self) -> float:
         """How much longer the slowest commit took than the median one on the quiet store."""
         return max(self.commits_s) - median(self.commits_alone_s)
+
+    @property
+    def plan_error(self) -> float:
+        """The largest error of the closed form and of the simulation, for either start."""
+        errors = [0.0]
+        for taken_s, requests in ((self.last_s, self.requests), (self.cold_s, self.cold_requests)):
+            found = fleet(needed_s=self.needed_s, requests=round(requests), readers=self.readers)
+            errors += [abs(one / taken_s - 1) for one in planned_s(*found)]
+        return max(errors)
 
 
 def measure(options: Options) -> Measured:
@@ -104,8 +116,9 @@ def measure(options: Options) -> Measured:
             "storm_cold_start_vs_needed": max(one.cold_s / one.needed_s for one in storms),
             "storm_processes_ended": sum(one.ended for one in storms),
             "storm_commit_delay_s": max(one.commit_delay_s for one in storms),
+            "storm_plan_error": max(one.plan_error for one in storms),
         },
-        {"storms": [msgspec.to_builtins(one) for one in storms]},
+        {"storms": [{**msgspec.to_builtins(one), "plan_error": one.plan_error} for one in storms]},
     )
 
 
@@ -147,8 +160,9 @@ def run_storm(level: Level) -> Storm:
         publisher.close()
         other.close()
     return Storm(
-        needed_s=level.needed_s, requests=requests, rate=rate, last_s=last_s, cold_s=cold_s,
-        attempts=followed, cold_attempts=started, ended=ended + more,
+        needed_s=level.needed_s, requests=requests, cold_requests=requests_cold, rate=rate,
+        last_s=last_s, cold_s=cold_s, attempts=followed, cold_attempts=started,
+        ended=ended + more, readers=level.readers,
         commits_s=commits_s, commits_alone_s=alone_s,
     )  # fmt: skip
 

@@ -192,7 +192,7 @@ class RequestWindow:
 
 
 _STATE = (
-    "size", "refusals", "_answer_s", "_answered", "_doubles_to", "_paused_s", "_held",
+    "size", "refusals", "_answer_s", "_answered", "_doubles_to", "_paused_s", "_held", "_untold",
     "_used_at", "_answered_at", "_sent_at", "_shrunk_at",
 )  # fmt: skip
 _TIMES = 4

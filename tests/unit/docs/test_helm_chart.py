@@ -1,7 +1,7 @@
 """The chart of examples/launch/helm gives the plain manifests with its default values.
 
-Where Helm or its library (helm-python-sdk, a wheel) is installed the chart is rendered. Elsewhere
-only its values, their schema and the names that templates use are compared."""
+Where Helm or its library (``pip install -r scripts/helm.txt``) is installed the chart is rendered.
+Elsewhere only its values, their schema and the names that templates use are compared."""
 
 import importlib
 import importlib.util

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from deltawire.store import host_limit, open_bucket
+from deltawire.store.answer_times import ROUND
 from deltawire.store.host_limit import HostLimit
 from deltawire.store.request_limit import MOST, limit_of, share_limit
 from deltawire.store.translation import outcome_of
@@ -39,6 +40,18 @@ def test_what_one_process_learns_the_others_know(path):
         assert other.window.refusals == 2
         assert other.window.size < 1
         assert isinstance(other.window.refusals, int)
+
+
+@pytest.mark.parametrize(("objects", "held"), [(0, False), (1, True)])
+def test_a_window_waits_for_an_effect_that_any_process_may_see(path, objects, held):
+    """It grows again once a round of answers could not tell, of all processes together."""
+    one, other = HostLimit(path), HostLimit(path)
+    one.window._held = True
+    for limit, answers in ((one, ROUND - 1), (other, objects), (one, 1)):
+        for _ in range(answers):
+            with limit.request(outcome_of) as asked:
+                asked.size = None if limit is one else 1000
+    assert one.window._held is held
 
 
 def test_the_requests_of_all_processes_count(path):
