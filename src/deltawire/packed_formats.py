@@ -104,6 +104,19 @@ def packings() -> tuple[str, ...]:
     return ("none", *(one.planned_as for one in PACKED.values()))
 
 
+def packed_format(planned_as: str) -> str:
+    """Returns the configuration's name of a format, ``none`` for none; raises `InputError` for an
+    unknown one."""
+    for name, one in PACKED.items():
+        if one.planned_as == planned_as:
+            return name
+    if planned_as == "none":
+        return planned_as
+    raise InputError(
+        f"there is no packing {planned_as[:80]!r}", hint=f"use one of {', '.join(packings())}"
+    )
+
+
 def require_packed(name: str) -> PackedEntry:
     """Returns the format of that name; raises `InputError` for an unknown one."""
     if name not in PACKED:
@@ -115,11 +128,5 @@ def require_packed(name: str) -> PackedEntry:
 
 def planned_bits(planned_as: str) -> float:
     """Returns the bits that a frozen expert's weight takes in a plan; ``none`` is bf16."""
-    if planned_as == "none":
-        return 16.0
-    for one in PACKED.values():
-        if one.planned_as == planned_as:
-            return one.bits
-    raise InputError(
-        f"there is no packing {planned_as[:80]!r}", hint=f"use one of {', '.join(packings())}"
-    )
+    name = packed_format(planned_as)
+    return 16.0 if name == "none" else PACKED[name].bits

@@ -131,6 +131,7 @@ def _resolve(arguments: argparse.Namespace) -> Profile:
     from deltawire.plan.resolver import (
         Accelerators,
         default_context,
+        resolve_startable_first,
         resolve_training_profile,
     )
 
@@ -143,8 +144,8 @@ def _resolve(arguments: argparse.Namespace) -> Profile:
     kind = accelerator_named(match[2].lower(), table)
     model, native = _find_model(arguments.model)
     packing = arguments.packing or (native if arguments.mode != "full" else "none")
-    resolve = partial(
-        resolve_training_profile,
+    startable = partial(resolve_training_profile, startable=True)
+    return (startable if arguments.startable else resolve_startable_first)(
         model,
         mode=arguments.mode,
         accelerators=Accelerators(kind, int(match[1])),
@@ -156,12 +157,6 @@ def _resolve(arguments: argparse.Namespace) -> Profile:
         checkpointing=arguments.checkpointing,
         offload=arguments.offload,
     )
-    try:
-        return resolve(startable=True)
-    except InputError:
-        if arguments.startable:
-            raise
-        return resolve(startable=False)  # It says what the trainer lacks.
 
 
 def _find_model(name: str) -> tuple[Model, Packing]:

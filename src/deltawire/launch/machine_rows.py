@@ -10,8 +10,9 @@ from deltawire.errors import InputError
 from deltawire.launch.new_config.size import CPU, GIB, accelerators_of, this_machine
 from deltawire.plan.architecture import Model
 from deltawire.plan.layout import Mode, Packing
-from deltawire.plan.resolver import default_context, resolve_training_profile, summarize
+from deltawire.plan.resolver import default_context, resolve_startable_first, summarize
 from deltawire.plan.run_memory import trainer_memory
+from deltawire.plan.tables import LACKING
 from deltawire.runtime.memory import UNLIMITED, available_host_bytes
 
 TOKENS = 2048
@@ -56,7 +57,7 @@ def _on_accelerators(
 ) -> dict[str, str]:
     where = f"this machine, {on}"
     try:
-        profile = resolve_training_profile(
+        profile = resolve_startable_first(
             model,
             mode=mode,
             accelerators=accelerators_of(on),
@@ -68,7 +69,8 @@ def _on_accelerators(
         return _row(mode, where, "", error.message)
     layout = summarize(profile.as_layout())
     speed = f"{profile.estimated_tokens_per_second:,.0f}"
-    return _row(mode, where, f"{profile.peak_with_allowance / GIB:.0f}", layout, speed)
+    row = _row(mode, where, f"{profile.peak_with_allowance / GIB:.0f}", layout, speed)
+    return row | {LACKING: ", ".join(profile.unsupported)}
 
 
 def _row(mode: Mode, where: str, memory: str, layout: str, speed: str = "") -> dict[str, str]:
@@ -78,5 +80,6 @@ def _row(mode: Mode, where: str, memory: str, layout: str, speed: str = "") -> d
         "GiB each": memory,
         "tokens/s (estimate)": speed,
         "layout": layout,
+        LACKING: "",
         "reference": "",
     }

@@ -13,6 +13,7 @@ import msgspec
 
 from deltawire.config import RunConfig, check_config
 from deltawire.errors import InputError
+from deltawire.packed_formats import packed_format
 from deltawire.plan.architecture import Model
 from deltawire.plan.catalogue import find_model
 from deltawire.plan.configuration import decode_config
@@ -82,6 +83,7 @@ def settings_of(profile: Profile) -> dict[str, Any]:
     }
     if layout.mode == "lora":
         settings["train.adapter.rank"] = layout.lora_rank
+        settings["train.adapter.packed"] = packed_format(layout.packing)
     if profile.device:
         settings["train.device"] = profile.device
     return settings

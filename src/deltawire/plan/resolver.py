@@ -20,8 +20,10 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from deltawire.errors import InputError
 from deltawire.plan.accelerators import Accelerator, shipped_accelerators
@@ -213,8 +215,18 @@ def resolve_training_profile(
     )
 
 
+def resolve_startable_first(model: Model, **wish: Any) -> Profile:
+    """Returns the fastest layout that the trainer can start, or where none fits the fastest one of
+    all, whose profile says what the trainer lacks. Arguments and errors are those of
+    `resolve_training_profile`.
+    """
+    with suppress(InputError):  # Other errors than of layouts come again.
+        return resolve_training_profile(model, startable=True, **wish)
+    return resolve_training_profile(model, startable=False, **wish)
+
+
 def resolve_shape(name: str) -> Profile:
-    """Resolves a named shape such as ``qwen3-30b-a3b-lora-8xh200``.
+    """Resolves a named shape such as ``qwen3-30b-a3b-lora-8xh200``, by `resolve_startable_first`.
 
     Experts are packed as the published checkpoint packs them. Raises `InputError` for a name of
     another form, an unknown model or accelerator, and a shape that does not fit.
@@ -239,7 +251,7 @@ def resolve_shape(name: str) -> Profile:
         packing = entry.native_packing
     context = int(match["context"]) * 1024 if match["context"] else default_context(model)
     (mode,) = (mode for mode in MODES if mode == match["mode"])
-    return resolve_training_profile(
+    return resolve_startable_first(
         model,
         mode=mode,
         accelerators=Accelerators(kinds[match["kind"]], int(match["count"])),
@@ -287,12 +299,10 @@ def shape_name(model: str, mode: Mode, context: int, accelerators: Accelerators)
 
 def smallest_count(model: Model, wish: Wish, kind: Accelerator) -> int | None:
     """Returns the smallest power of two of accelerators that fits, or None up to the limit."""
-    count = 1
-    while count <= MOST_ACCELERATORS:
-        best, _ = best_layout(model, wish, Accelerators(kind, count))
-        if best is not None:
-            return count
-        count *= 2
+    for count in _powers(MOST_ACCELERATORS):
+        with suppress(InputError):  # They divide no layout of this kind.
+            if best_layout(model, wish, Accelerators(kind, count))[0] is not None:
+                return count
     return None
 
 
@@ -306,7 +316,7 @@ def unsupported_parts(layout: TrainingLayout) -> list[str]:
     ]
     if layout.offload == "all":
         named.append("offload all")
-    if layout.packing != "none":
+    if layout.packing != "none" and layout.mode != "lora":
         named.append(f"packing {layout.packing}")
     if layout.lora_experts:
         named.append("LoRA on experts")
@@ -319,7 +329,10 @@ def _reference_process(
     """Returns the layout of the smallest reference process, None if none fits."""
     if wish.mode == "reference":
         return None
-    own = Wish(mode="reference", context=wish.context, packing=wish.packing, lora_rank=0)
+    own = Wish(
+        mode="reference", context=wish.context, packing=wish.packing, lora_rank=0,
+        startable=wish.startable,
+    )  # fmt: skip
     count = smallest_count(model, own, accelerators.kind)
     if count is None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from deltawire.plan.accelerators import shipped_accelerators
@@ -20,6 +21,9 @@ from deltawire.plan.resolver import (
     summarize,
 )
 
+LACKING = "cannot start: lacks"
+"""The column of the parts that the trainer does not have so far."""
+
 
 def catalogue_rows() -> list[dict[str, str]]:
     """One row for every shipped profile: each model as full policy, LoRA policy and reference."""
@@ -30,6 +34,7 @@ def catalogue_rows() -> list[dict[str, str]]:
             "parameters": f"{profile.parameters / 1e9:,.1f} B",
             "GiB per accelerator": f"{profile.peak_with_allowance / GIB:.0f}",
             "layout": summarize(profile.as_layout()),
+            LACKING: ", ".join(profile.unsupported),
             "config.json": "seen" if models[profile.model].verified else "from memory",
         }
         for profile in shipped_profiles()
@@ -37,7 +42,8 @@ def catalogue_rows() -> list[dict[str, str]]:
 
 
 def needs_rows(model: Model, packing: Packing, context: int | None) -> list[dict[str, str]]:
-    """Returns the fewest accelerators of each shipped kind that hold a model in each mode."""
+    """Returns the fewest accelerators of each shipped kind that hold a model in each mode, in a
+    layout that the trainer can start if any number does."""
     rows = []
     for mode in MODES:
         for name, kind in shipped_accelerators().items():
@@ -53,6 +59,7 @@ def needs_rows(model: Model, packing: Packing, context: int | None) -> list[dict
                         f"{profile.estimated_tokens_per_second:,.0f}" if profile else ""
                     ),
                     "layout": summarize(profile.as_layout()) if profile else "",
+                    LACKING: ", ".join(profile.unsupported) if profile else "",
                     "reference": (
                         profile.references[0].mode.replace("_", " ")
                         if profile and profile.references
@@ -66,27 +73,30 @@ def needs_rows(model: Model, packing: Packing, context: int | None) -> list[dict
 def smallest_profile(
     model: Model, mode: Mode, packing: Packing, accelerator: str, context: int | None = None
 ) -> Profile | None:
-    """Resolves the profile with the fewest accelerators of one shipped kind, if any number does."""
+    """Resolves the profile with the fewest accelerators of one shipped kind, if any number does.
+
+    Layouts that the trainer cannot start are considered if there is no other.
+    """
     kind = shipped_accelerators()[accelerator]
-    packed: Packing = packing if mode != "full" else "none"
-    length = context or default_context(model)
     wish = Wish(
         mode=mode,
-        context=length,
-        packing=packed,
+        context=context or default_context(model),
+        packing=packing if mode != "full" else "none",
         lora_rank=DEFAULT_RANK if mode == "lora" else 0,
     )
-    count = smallest_count(model, wish, kind)
-    if count is None:
-        return None
-    return resolve_training_profile(
-        model,
-        mode=mode,
-        accelerators=Accelerators(kind, count),
-        context=length,
-        packing=packed,
-        alternatives=False,
-    )
+    for startable in (True, False):
+        count = smallest_count(model, dataclasses.replace(wish, startable=startable), kind)
+        if count is not None:
+            return resolve_training_profile(
+                model,
+                mode=mode,
+                accelerators=Accelerators(kind, count),
+                context=wish.context,
+                packing=wish.packing,
+                startable=startable,
+                alternatives=False,
+            )
+    return None
 
 
 def make_catalogue_profiles(accelerator: str) -> Iterator[Profile]:

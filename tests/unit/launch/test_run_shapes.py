@@ -14,7 +14,9 @@ from deltawire.cli.main import main
 from deltawire.config import parse_config, read_values
 from deltawire.errors import InputError
 from deltawire.launch.shapes import find_profile, model_of, settings_of, shaped_config
+from deltawire.packed_formats import PACKED
 from deltawire.plan.accelerators import shipped_accelerators
+from deltawire.plan.layout import Packing
 from deltawire.plan.profile import Profile, encode_profile
 from deltawire.plan.resolver import Accelerators, resolve_shape, resolve_training_profile
 from deltawire.train.build import build_model
@@ -29,6 +31,11 @@ feed_forward_size = 64
 context = 128
 [rollout]
 context = 96
+"""
+EXPERTS = """[model.build]
+family = "qwen3_moe"
+experts = 4
+experts_per_token = 2
 """
 
 
@@ -94,12 +101,28 @@ def test_offload_of_moments_follows_and_of_everything_is_refused(config: Path) -
         settings_of(msgspec.structs.replace(profile_of(config), layout=layout))
 
 
+@pytest.mark.parametrize("packing", ["none", "int4", "mxfp4", "fp8"])
+def test_a_shape_packs_the_experts_as_it_planned(tmp_path: Path, packing: Packing) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(TOML.replace("[model.build]", EXPERTS))
+    profile = profile_of(path, mode="lora", packing=packing)
+    assert profile.unsupported == []
+    adapter = shaped_config(values_of(path), profile, source="run.toml").train.adapter
+    assert (adapter.kind, planned(adapter.packed)) == ("lora", packing)
+    values = values_of(path, train__adapter={"kind": "lora", "packed": "nvfp4"})
+    with pytest.raises(InputError, match=r"contradicts the shape .*train\.adapter\.packed"):
+        shaped_config(values, profile, source="run.toml")
+
+
+def planned(packed: str) -> str:
+    return "none" if packed == "none" else PACKED[packed].planned_as
+
+
 @pytest.mark.parametrize(
     ("field", "size", "name"),
     [
         ("pipeline", 2, "pipeline 2"),
         ("context_parallel", 2, "context parallel 2"),
-        ("packing", "int4", "packing int4"),
         ("lora_experts", True, "LoRA on experts"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from deltawire.plan.accelerators import (
 from deltawire.plan.catalogue import catalogue, find_model, published_shapes, shipped_profiles
 from deltawire.plan.layout import MODES, TrainingLayout, check_layout
 from deltawire.plan.memory import predict_memory
-from deltawire.plan.profile import decode_profile, encode_profile, read_profile
+from deltawire.plan.profile import Profile, decode_profile, encode_profile, read_profile
 from deltawire.plan.published import compare_row
 from deltawire.plan.resolver import (
     Accelerators,
@@ -28,7 +29,7 @@ from deltawire.plan.resolver import (
     resolve_training_profile,
     unsupported_parts,
 )
-from deltawire.plan.tables import smallest_profile
+from deltawire.plan.tables import LACKING, catalogue_rows, needs_rows, smallest_profile
 
 
 def resolve(name: str = "qwen3-30b-a3b", kind: str = "h200", count: int = 8, **wish: Any) -> Any:
@@ -70,7 +71,7 @@ def test_any_number_of_accelerators_can_be_planned_for() -> None:
 
 
 def test_features_that_the_trainer_lacks_are_reported() -> None:
-    profile = resolve(mode="lora", packing="int4")
+    profile = resolve(mode="reference", packing="int4")
     assert set(profile.unsupported) == set(unsupported_parts(profile.as_layout()))
     assert "packing int4" in profile.unsupported
 
@@ -80,7 +81,40 @@ def test_only_layouts_that_start_are_planned_where_that_is_asked_for() -> None:
         profile = resolve("qwen3-8b", count=1, kind="b300", mode=mode, startable=True)
         assert profile.unsupported == []
     with pytest.raises(InputError, match="no layout of qwen3-30b-a3b that the trainer can start"):
-        resolve(mode="lora", packing="int4", startable=True)
+        resolve(mode="reference", packing="int4", startable=True)
+
+
+def resolves_first(name: str) -> tuple[Profile, Profile]:
+    """A named shape, and the fastest layout of it, which may be none that starts."""
+    shape = resolve_shape(name)
+    found = resolve(
+        shape.model, count=shape.accelerators, kind=shape.accelerator, mode=shape.mode,
+        packing=shape.layout.packing, context=shape.layout.context,
+    )  # fmt: skip
+    return shape, found
+
+
+def test_a_layout_that_cannot_start_is_no_default() -> None:
+    """The fastest one of these divides the context, which the trainer cannot."""
+    for name in ("gpt-oss-120b-lora-8xh200", "qwen3-32b-full-64xh100"):
+        shape, fastest = resolves_first(name)
+        assert fastest.unsupported
+        assert shape.unsupported == []
+    shape, fastest = resolves_first("kimi-k2p5-reference-4xb200")
+    assert shape == fastest
+    assert shape.unsupported == ["packing int4"], "no other one fits"
+
+
+def test_rows_prefer_what_starts_and_mark_what_does_not() -> None:
+    """The fastest one on four H100 has masters and gradients on the host."""
+    rows = needs_rows(catalogue()["qwen3-32b"].describe(), "none", None)
+    row = next(one for one in rows if (one["mode"], one["accelerators"]) == ("full", "4 x h100"))
+    assert (row[LACKING], "offload all" in row["layout"]) == ("", False)
+    for row in (*rows, *catalogue_rows()):
+        reference = "-reference-" in row.get("shape", "")
+        lacks = "packing" in row["layout"] and reference
+        assert bool(row[LACKING]) == lacks, row
+        assert not re.search("context parallel|pipeline|offload all", row["layout"])
 
 
 def test_a_named_shape_is_the_same_every_time() -> None:
