@@ -1,4 +1,4 @@
-"""What the planner and its simulation say about the storms of `benchmarks.scale.storm_run`."""
+"""Asks the planner and its simulation about the storms of `benchmarks.scale.storm_run`."""
 
 from __future__ import annotations
 

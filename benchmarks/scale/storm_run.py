@@ -43,6 +43,9 @@ WRITES_SHARE = 0.64
 """The limit on writes over that on reads: S3 states 3,500 and 5,500 a second for a prefix."""
 COMMIT_BLOBS = 8
 COMMITS = 6
+REFILLED_S = 6.0
+"""After so long, a store has again what it answers at once: commits of the storm are further apart
+than that, so the ones without readers must not wait for each other either."""
 LONGEST = 3.0
 """A reader is waited for this many times what is needed, and a minute."""
 
@@ -145,8 +148,8 @@ def run_storm(level: Level) -> Storm:
                 followed = reads(server) / level.readers / requests
                 commits_s = commits.result()
         throttle(server, rate)
-        time.sleep(2.0)
-        alone_s = commit_often(commit, 2.0)
+        time.sleep(REFILLED_S)
+        alone_s = commit_often(commit, REFILLED_S)
         server.throttle()
         with readers_of(server, cold, level.readers + 1) as waiting:
             server.throttle()

@@ -25,11 +25,12 @@ LONGEST_PAUSE_S = 60.0
 THROTTLED_PAUSE_S = 2.0
 """The longest pause before a refused read is sent again. The process's window
 (`deltawire.store.request_limit`) sets the pace of all of them."""
-WRITER_PAUSE_S = 0.1
-WRITER_SHARE = 0.1
+WRITER_PAUSE_S = 0.01
+WRITER_SHARE = 0.03
 LONGEST_WRITER_PAUSE_S = 120.0
 """Writes, and reads of a commit, have no such pace. One that has been refused for T seconds waits
-at most T times the share, between these two pauses: a commit is late by that share at most."""
+about T times the share, between these two pauses: a commit is late by that share. The shorter the
+first pauses are, the more of the store's answers a commit gets among readers that outrun it."""
 THROTTLED_S = 3600.0
 """How long refusals for too many requests are waited out. A version that takes longer to arrive is
 superseded."""
@@ -74,8 +75,10 @@ class RetryPolicy:
                 if refused_s > self.throttled_s:
                     raise
                 count("retries")
-                longest_s = THROTTLED_PAUSE_S if paced else writer_pause_s(refused_s)
-                self.sleep(self.pause_s(refusals, longest_s))
+                if paced:
+                    self.sleep(self.pause_s(refusals, THROTTLED_PAUSE_S))
+                else:
+                    self.sleep(writer_pause_s(refused_s) * (0.5 + self.rng()))
                 refusals += 1
             except RetryError:
                 if attempt == self.retries:
@@ -92,7 +95,7 @@ class RetryPolicy:
 
 
 def writer_pause_s(refused_s: float) -> float:
-    """Returns the longest pause of a write that has been refused for ``refused_s``."""
+    """Returns the mean pause of a write that has been refused for ``refused_s``."""
     return min(max(WRITER_PAUSE_S, WRITER_SHARE * refused_s), LONGEST_WRITER_PAUSE_S)
 
 
