@@ -8,6 +8,7 @@ same encoding.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -197,6 +198,7 @@ class RateMeter:
     def measure(self, rounds: int, *, engine: bool = True) -> Rates:
         """Returns the rates of this machine, without stores. Quantising, staging and swapping,
         which need torch, are measured once, or are 0 without ``engine``."""
+        load = os.getloadavg()[0]  # Of others: this measurement adds its own.
         found = {one: self._codec(one, rounds) for one in self._samples}
         copied, digested = _memory_rates(rounds, self._pick)
         publish_s, follow_s = fixed_costs(open_bucket("memory://"), rounds=max(rounds, 5))
@@ -204,7 +206,7 @@ class RateMeter:
             self._once = (_quantise_cost(rounds), *_swap_costs()) if engine else (0.0, 0.0, 0.0)
         machine = this_machine()
         return Rates(
-            machine=f"{machine.processor}, {machine.processors} processors",
+            machine=f"{machine.processor}, {machine.processors} processors, load {load:.1f}",
             measured=datetime.now(UTC).isoformat(timespec="seconds"),
             cores=cores(),
             speeds=self._speeds(rounds),

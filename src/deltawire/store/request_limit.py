@@ -4,8 +4,8 @@ A store answers *too many requests* (S3: 503, GCS: 429) above some rate for a pr
 go on with as many requests as before, and repeat the refused ones, keep the store above its rate
 and get nothing done. So a process has a window: the number of requests that it has under way. It
 grows while the store keeps up, by at most one in the time of one answer, and is halved when the
-store refuses, once for all requests that were under way then. Requests of a window below `PACED`
-begin at equal intervals, so that it may be less than one::
+store refuses, once for all requests that were under way then; one below one loses less. Requests of
+a window below `PACED` begin at equal intervals, so that it may be less than one::
 
     window 8      eight requests at once
     window 0.25   one request in the time of four answers
@@ -48,7 +48,10 @@ FIRST = 2.0
 """The window at first. It doubles in the time of an answer until the store refuses a request or
 answers slowly. A larger one costs refusals where many readers start at once."""
 LEAST = 1 / 1024
-GROWTH, POWER = 0.1, 0.4
+GROWTH, POWER = 0.055, 0.4
+LARGE_LEFT, SMALL_LEFT = 0.5, 0.7
+"""What a refusal leaves of a window, and of one of at most one request. A small one asks seldom, so
+two refusals by chance would keep it small for long, and the last of many readers would be late."""
 SLOW_LEAST = 4.0
 """Slow answers leave so many requests. With half as many, a reader whose machine is busy, so that
 its answers take one to eight times as long from second to second, needs up to three times longer;
@@ -57,9 +60,10 @@ ALSO_REFUSED = 0.65
 """The window loses so much for each further refusal of the same requests, down to one."""
 PACED = 4.0
 """Requests of a smaller window begin at equal intervals; one of 1.1 would else act as two."""
-PAUSE_SHARE = 0.5
-"""A pause after a refusal lasts at most this share of the time since the last answer: a few
-refusals by chance would otherwise cost a reader half a minute."""
+LEAST_PAUSE_S, PAUSE_SHARE = 0.3, 0.5
+"""A pause after a refusal lasts at most `LEAST_PAUSE_S`, four times the pauses before it, or this
+share of the time since the last answer, whichever is longest: a few refusals by chance would
+otherwise cost a reader half a minute."""
 IDLE_S = 5.0
 WRITERS_LEAST = 8.0
 """The smallest window of a commit's reads: readers yield, so a commit keeps its requests."""
@@ -183,11 +187,13 @@ class RequestWindow:
             self._answer_s = max(self._answer_s, now - began)
             self._answered_at = self._answered_at or began
         if began > self._shrunk_at:  # The others were sent before this was known.
-            self.size, self._shrunk_at = max(self.size / 2, self.least), now
+            left = LARGE_LEFT if self.size > 1 else SMALL_LEFT
+            self.size, self._shrunk_at = max(self.size * left, self.least), now
         elif self.size > 1:
             # Of a large window that was refused as a whole, little is left at once.
             self.size = max(self.size - ALSO_REFUSED, 1.0, self.least)
-        longest_s = max(4 * self._paused_s, 1.0, PAUSE_SHARE * (now - self._answered_at))
+        waited_s = now - self._answered_at
+        longest_s = max(4 * self._paused_s, LEAST_PAUSE_S, PAUSE_SHARE * waited_s)
         self.size = max(self.size, min(1.0, max(self._answer_s, LEAST_ANSWER_S) / longest_s))
 
 
