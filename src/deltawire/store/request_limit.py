@@ -48,7 +48,7 @@ FIRST = 2.0
 """The window at first. It doubles in the time of an answer until the store refuses a request or
 answers slowly. A larger one costs refusals where many readers start at once."""
 LEAST = 1 / 1024
-GROWTH, POWER = 0.055, 0.4
+GROWTH, POWER = 0.05, 0.4
 LARGE_LEFT, SMALL_LEFT = 0.5, 0.7
 """What a refusal leaves of a window, and of one of at most one request. A small one asks seldom, so
 two refusals by chance would keep it small for long, and the last of many readers would be late."""
