@@ -50,8 +50,9 @@ answers slowly. A larger one costs refusals where many readers start at once."""
 LEAST = 1 / 1024
 GROWTH, POWER = 0.05, 0.4
 LARGE_LEFT, SMALL_LEFT = 0.5, 0.7
-"""What a refusal leaves of a window, and of one of at most one request. A small one asks seldom, so
-two refusals by chance would keep it small for long, and the last of many readers would be late."""
+"""The shares that a refusal leaves of a window, and of one of at most one request. That one asks
+seldom, so two refusals by chance would keep it small for long, and the last reader would be late.
+"""
 SLOW_LEAST = 4.0
 """Slow answers leave so many requests. With half as many, a reader whose machine is busy, so that
 its answers take one to eight times as long from second to second, needs up to three times longer;
