@@ -54,6 +54,9 @@ from deltawire.wire.ledger import CommitMetadata
 from deltawire.wire.manifest import Manifest
 
 WINDOW_S = 90.0
+LONGEST_WINDOW_S = 300.0
+FILLED = 3
+"""Versions after another latency, in which the groups that wait become more or fewer."""
 SETTLED = 7
 """The version after which a run does all that it repeats: checkpoints and retention."""
 PATIENCE_S = 600.0
@@ -125,7 +128,10 @@ def run_fleet(setting: Setting) -> tuple[list[Counted], list[Observed]]:
             bucket = _open(server, "bench")
             settled = 1 + max(SETTLED, setting.anchor_every)
             _wait(lambda: (newest_version(bucket) or 0) >= settled, ended)
-            seen = [_observe(server, bucket, one, ended) for one in setting.latencies_s]
+            seen = [
+                _observe(server, bucket, one, ended, cycle=setting.cycle)
+                for one in setting.latencies_s
+            ]
         model = str(folder / "model" / "config.json")
         return [_compare(one, model, setting) for one in seen], seen
 
@@ -213,16 +219,25 @@ def _wait(condition: Callable[[], bool], ended: Callable[[], str]) -> None:
 
 
 def _observe(
-    server: S3Server, bucket: Bucket, latency_s: float, ended: Callable[[], str]
+    server: S3Server,
+    bucket: Bucket,
+    latency_s: float,
+    ended: Callable[[], str],
+    *,
+    cycle: int,
 ) -> Observed:
-    """Counts for `WINDOW_S` on a store of this latency."""
+    """Counts for `WINDOW_S` on a store of this latency, and on until the versions are a multiple of
+    ``cycle``, as anchors and states are counted whole."""
     server.throttle(latency_s=latency_s)
-    time.sleep(10.0)
+    filled = (newest_version(bucket) or 0) + FILLED
+    _wait(lambda: (newest_version(bucket) or 0) >= filled, ended)
     first = newest_version(bucket) or 0
     with _probing(server) as probes:
         server.throttle(latency_s=latency_s)
         began, clock = time.time(), time.monotonic()
         time.sleep(WINDOW_S)
+        while committed(server.attempts()) % cycle and time.monotonic() < clock + LONGEST_WINDOW_S:
+            time.sleep(0.2)
         attempts = server.attempts()
         seconds = time.monotonic() - clock
     if why := ended():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -37,11 +38,16 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 192
     latencies_s: tuple[float, ...] = (0.02, 0.15)
 
+    @property
+    def cycle(self) -> int:
+        """The versions after which anchors and states of the trainer come in the same order."""
+        return math.lcm(self.anchor_every, self.checkpoint_every)
+
 
 FITTED = Setting()
 """The run whose counts corrected the planner's formulas."""
 OTHER = Setting(
-    home=2, away=1, slots=12, group_size=2, groups_per_step=24, anchor_every=8, checkpoint_every=3,
+    home=2, away=1, slots=12, group_size=2, groups_per_step=24, anchor_every=8, checkpoint_every=4,
     hidden_size=256, latencies_s=(0.05, 0.3),
 )  # fmt: skip
 """A run that differs from it in all of this, and corrected nothing."""
