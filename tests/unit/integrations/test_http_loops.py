@@ -61,6 +61,18 @@ def test_areal_s_adapters_are_said_not_to_be_compared(areal, caplog):
     assert not check.last
 
 
+def test_an_update_of_areal_that_is_not_due_asks_nobody(areal):
+    module, kind = areal
+    check = module.verify("stop", every=2)
+    check.due()
+    policy = Policy()
+    own = kind(policy, SmallEngine(policy.served()), [])
+    own.config = None
+    own.update_weights(META)
+    assert check.updates == 2
+    assert not check.last
+
+
 class PrimePool:
     """prime-rl at 559b447: ``prime_rl.utils.client.InferencePool``."""
 
@@ -117,6 +129,106 @@ def test_files_that_are_replaced_meanwhile_end_no_training_of_prime_rl(
     asyncio.run(pool.update_weights(tmp_path, step=1, wait=False))
     assert "nothing was compared" in caplog.text
     assert not check.last
+
+
+def test_an_update_of_prime_rl_that_is_not_due_reads_no_files(monkeypatch, integration, caplog):
+    class Pool(PrimePool):
+        async def update_weights(self, weight_dir, lora_name=None, step=0):
+            pass
+
+    pretend(monkeypatch, "prime_rl.utils.client", InferencePool=Pool)
+    check = integration("prime_rl").verify("stop", every=2)
+    pool = Pool(None, "http://127.0.0.1:1", "")
+    check.due()
+    asyncio.run(pool.update_weights(None))
+    assert not caplog.records
+    asyncio.run(pool.update_weights(None))
+    assert "through files" in caplog.text
+
+
+def slime_hook(monkeypatch, tmp_path, verdict="same", **options):
+    """slime's hook with an endpoint that gives a verdict, and a call of it with a new version."""
+    import deltawire.integrations.slime as slime
+    from deltawire.integrations.checking import WeightCheck
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    pretend(monkeypatch, "ray", get=lambda found: found)
+    asked = []
+
+    class Box:
+        def __init__(self, options, _):
+            asked.append((options.url, options.against.rpartition("_")[2]))
+
+        def check(self):
+            return SimpleNamespace(verdict=verdict)
+
+    monkeypatch.setattr(slime, "BlackBox", Box)
+    hook = slime.Hook(WeightCheck("stop", **options))
+    (tmp_path / "hf" / "folder").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "old.bin", "x.safetensors.index.json"):
+        (tmp_path / "hf" / name).write_text("of the model")
+    args = SimpleNamespace(hf_checkpoint=str(tmp_path / "hf"))
+    urls = ["http://engine", None]  # An engine that serves nothing has no address.
+    engines = [SimpleNamespace(get_url=SimpleNamespace(remote=lambda url=url: url)) for url in urls]
+
+    def update(number, engines=engines):
+        folder = tmp_path / f"weight_{number}"
+        folder.mkdir()
+        (folder / "a.safetensors").write_bytes(b"x")
+        (folder / "config.json").write_text("of the version")
+        hook(args, str(folder), engines)
+        return tmp_path / slime.KEPT
+
+    return update, asked, slime
+
+
+def test_slime_keeps_only_what_the_next_look_needs(monkeypatch, tmp_path):
+    update, asked, _ = slime_hook(monkeypatch, tmp_path, every=3)
+    assert not update(1).exists()
+    assert not update(2).exists()
+    kept = update(3) / "weight_3"
+    found = {path.name: path.read_text() for path in kept.iterdir()}
+    assert found.keys() == {"a.safetensors", "config.json", "tokenizer.json"}
+    assert found["config.json"] == "of the version"
+    assert not asked
+    assert not update(4).exists(), "the files are gone once they were compared"
+    assert asked == [("http://engine", "3")]
+
+
+def test_only_rank_0_of_slime_compares(monkeypatch, tmp_path):
+    update, asked, _ = slime_hook(monkeypatch, tmp_path, every=1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    assert not update(1).exists()
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    assert update(2).exists()
+    assert not asked
+
+
+def test_engines_of_slime_that_cannot_be_asked_end_no_training(monkeypatch, tmp_path, caplog):
+    update, asked, slime = slime_hook(monkeypatch, tmp_path, every=1)
+    update(1)
+    update(2, engines=[object()])
+    assert "nothing was compared: AttributeError" in caplog.text
+    assert not asked
+
+    def refuse(*_):
+        raise OSError("it is away")
+
+    monkeypatch.setattr(slime, "BlackBox", refuse)
+    update(3)
+    assert "http://engine was not compared: OSError: it is away" in caplog.text
+
+
+def test_the_variables_of_slime_are_read(monkeypatch):
+    import deltawire.integrations.slime as slime
+
+    assert slime._from_environment()._check.on_mismatch == "warn"
+    monkeypatch.setenv("DELTAWIRE_ON_MISMATCH", "stop")
+    monkeypatch.setenv("DELTAWIRE_CHECK_EVERY", "2")
+    check = slime._from_environment()._check
+    assert check.on_mismatch == "stop"
+    assert [check.due() for _ in range(3)] == [True, False, True]
 
 
 def test_files_of_slime_that_cannot_be_linked_end_no_training(monkeypatch, tmp_path, caplog):
@@ -195,6 +307,12 @@ def test_another_module_runs_with_the_check(monkeypatch, integration, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     out = tmp_path / "out"
     monkeypatch.setattr("sys.argv", ["x"])
-    main(["prime_rl", "--on-mismatch", "stop", "seen_arguments", str(out), "@", "a.toml"])
-    assert "'@', 'a.toml'" in out.read_text()
-    assert kind.update_weights._deltawire_check.on_mismatch == "stop"
+    command = ["prime_rl", "--on-mismatch", "stop", "--every", "2", "seen_arguments"]
+    main([*command, str(out), "@", "a.toml"])
+    assert out.read_text() == repr([str(place), str(out), "@", "a.toml"])
+    check = kind.update_weights._deltawire_check
+    assert check.on_mismatch == "stop"
+    assert [check.due() for _ in range(3)] == [True, False, True]
+    for wrong in (["slime", "x"], ["prime_rl", "--on-mismatch", "ignore", "x"], ["prime_rl"]):
+        with pytest.raises(SystemExit):
+            main(wrong)

@@ -9,6 +9,7 @@ import torch
 from loops import Policy, SmallEngine
 
 from deltawire.attest import digests
+from deltawire.attest.sides import Side
 from deltawire.engines.live_parts import METHOD
 from deltawire.errors import InputError, RetryError, StoppedError
 from deltawire.integrations import checking
@@ -176,6 +177,25 @@ def test_a_foreign_error_is_said_and_ends_no_training(caplog, error):
         f"e was not compared: {said}",
         f"nothing was compared: {said}",
     ]
+
+
+def test_what_is_logged_is_short_and_holds_no_control_characters(caplog):
+    def fail(_):
+        raise ValueError("\x1b[2J" + "x" * 9999)
+
+    loop = Loop("stop")
+    loop.update(fail)
+    (record,) = caplog.records
+    assert len(record.getMessage()) < 600
+    assert "\x1b" not in record.getMessage()
+    parts = in_process(loop.engine, "e")
+    caplog.clear()
+    check = WeightCheck("warn")
+    odd = {**loop.policy.served(), "norm": loop.policy.served()["norm"] + 1}
+    reference = Side("\x1b[2J", digests(odd))
+    check.examine(reference, lambda: {"e": lambda _: parts(reference)})
+    assert "holds other weights" in caplog.text
+    assert "\x1b" not in caplog.text
 
 
 def test_engines_are_asked_at_the_same_time_within_one_limit(monkeypatch, caplog):
