@@ -132,8 +132,9 @@ def look_at(scores: Scores, served: Floats, names: list[str], rng: np.random.Gen
 
 
 def stored_scores(folder: Path) -> Scores:
-    """Returns the scores of each version, from files or computed. Each pass is stored once it is
-    made, so an interrupted measurement loses at most one."""
+    """Returns the scores of each version, from files or computed. `TOGETHER` sequences of a pass
+    are stored once they are scored, so an interrupted measurement loses at most these, or a pass of
+    vLLM."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = np.random.default_rng(0).integers(0, 49_152, (SEQUENCES, LENGTH))
     found: Scores = {}
@@ -151,13 +152,26 @@ def stored_scores(folder: Path) -> Scores:
                 elif one == "vllm":
                     made = scores_of_vllm(model.bfloat16(), tokens, folder, python)
                 else:
-                    made = PASSES[one](model, tokens)
+                    made = in_parts(paths[one], partial(PASSES[one], model), tokens)
                 store(paths[one], made)
             del model
         found[name] = {
             one: np.load(path, allow_pickle=False) for one, path in paths.items() if path.is_file()
         }
     return found
+
+
+def in_parts(
+    path: Path, run: Callable[[NDArray[np.int64]], Floats], tokens: NDArray[np.int64]
+) -> Floats:
+    """Scores some sequences after the others, next to the file of all of them."""
+    parts = []
+    for first in range(0, len(tokens), TOGETHER):
+        part = path.with_suffix(f".{first}.npy")
+        if not part.is_file():
+            store(part, run(tokens[first : first + TOGETHER]))
+        parts.append(part)
+    return np.concatenate([np.load(part, allow_pickle=False) for part in parts])
 
 
 def version(rate: float) -> tuple[Any, float]:
@@ -175,9 +189,9 @@ def gradient_signs() -> dict[str, torch.Tensor]:
 
 def store(path: Path, array: Floats) -> None:
     """Writes a file of an array that is whole once it is there."""
-    partial = path.with_suffix(".part.npy")
-    np.save(partial, array)
-    partial.replace(path)
+    unfinished = path.with_suffix(".part.npy")
+    np.save(unfinished, array)
+    unfinished.replace(path)
 
 
 def rounded_pass(attention: str, together: int) -> Callable[[Any, NDArray[np.int64]], Floats]:

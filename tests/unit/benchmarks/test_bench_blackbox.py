@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.attest.blackbox import PASSES, float32_products, score
+from benchmarks.attest.blackbox import PASSES, float32_products, in_parts, score
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -40,3 +40,19 @@ def test_the_noise_of_a_pass_is_that_of_torch_s_kernels():
     slow = np.abs(score(model, tokens, 16) - exact).mean()
     assert slow > 0.01
     assert fast == pytest.approx(slow, rel=0.1)
+
+
+def test_an_interrupted_pass_goes_on_where_it_was_stored(tmp_path):
+    tokens, asked = np.arange(40 * 3).reshape(40, 3), []
+
+    def run(part):
+        asked.append(len(part))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return part[:, 1:].astype(np.float64)
+
+    path = tmp_path / "eager-0.001.npy"
+    with pytest.raises(KeyboardInterrupt):
+        in_parts(path, run, tokens)
+    assert np.array_equal(in_parts(path, run, tokens), tokens[:, 1:])
+    assert asked == [16, 16, 8, 8]
