@@ -77,7 +77,7 @@ def test_the_first_rank_digests_what_all_export(ranks):
 
 
 class PartOfEngine:
-    """What one rank's vLLM in TRL's processes answers: its own part of the engine."""
+    """vLLM on one rank of TRL, which answers for its own part of the engine."""
 
     def __init__(self, engine, ranks):
         self._engine, self._ranks = engine, ranks
