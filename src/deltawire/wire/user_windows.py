@@ -162,7 +162,8 @@ class UserWindow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def fitting(windows: list[UserWindow]) -> list[UserWindow]:
     """Returns the newest windows that take at most `MOST_BYTES` as JSON. Labels take what the
     windows leave, the newest first."""
-    room, found = MOST_BYTES, []
+    room = MOST_BYTES
+    found: list[UserWindow] = []
     for one in reversed(windows):
         room -= len(msgspec.json.encode(_unlabeled(one))) + 1
         if room < 0:
