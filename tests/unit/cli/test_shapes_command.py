@@ -104,6 +104,15 @@ def test_a_gpu_of_this_machine_is_planned_for(
     assert full["accelerators"] == lora["accelerators"] == "this machine, 1xh100"
     assert int(full["GiB each"]) < 80
     assert full["layout"]
+
+
+@pytest.mark.drills
+@pytest.mark.long
+def test_a_model_that_does_not_fit_this_gpu_is_listed_without_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_rows, "GPU_DEVICE", tmp_path)
+    monkeypatch.setattr(machine_rows, "this_machine", lambda: "1xh100")
     assert main(["shapes", "qwen3-235b-a22b", "--json"]) == 0
     full = json.loads(capsys.readouterr().out)[0]
     assert (full["GiB each"], "does not fit 1 x h100" in full["layout"]) == ("", True)
