@@ -204,7 +204,8 @@ def _settle(session, reports, base):
     capturing.stop_global_capturing()
     capturing.start_global_capturing()
     capturing.suspend_global_capture()
+    kept = (session, config.pluginmanager.get_plugin("logging-plugin"))  # It fills caplog, too.
     for shown in config.hook.pytest_runtest_logreport.get_hookimpls():
-        if shown.plugin is not session:
+        if shown.plugin not in kept:
             config.pluginmanager.unregister(shown.plugin)
     config.pluginmanager.register(Relay(config, reports))

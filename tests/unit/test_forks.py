@@ -37,17 +37,25 @@ def test_a_dead_process_fails_one_test_and_leaves_the_others(tmp_path):
         "    subprocess.run(['echo', 'printed by a child'])\n"
         "    assert [1] == [2]\n"
         "def test_skips(): pytest.skip('no reason')\n"
+        "def test_logs(caplog, recwarn, capsys, monkeypatch):\n"
+        "    import logging, warnings\n"
+        "    logging.getLogger('x').warning('logged')\n"
+        "    warnings.warn('warned')\n"
+        "    print('printed')\n"
+        "    assert (caplog.messages, len(recwarn), capsys.readouterr().out) == (\n"
+        "        ['logged'], 1, 'printed\\n')\n"
     )
     ran = run(tmp_path)
     lines = ran.stdout.splitlines()
     assert ran.returncode == 1
-    assert "2 failed, 2 passed, 1 skipped" in lines[-1], ran.stdout
+    assert "2 failed, 3 passed, 1 skipped" in lines[-1], ran.stdout
     for line in (
         "its process ended with -9",
         "printed by a child",
         "PASSED test_dies.py::test_first",
         "FAILED test_dies.py::test_dies - its process ended with -9",
         "PASSED test_dies.py::test_after",
+        "PASSED test_fails.py::test_logs",
         "FAILED test_fails.py::test_fails - assert [1] == [2]",
     ):
         assert lines.count(line) == 1, ran.stdout
