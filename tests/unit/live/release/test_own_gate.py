@@ -112,7 +112,8 @@ def test_a_command_that_closes_its_output_and_stays_is_killed_when_it_is_stopped
     stop_once_written(closed, stopping)
     measure = measure_by(f"/bin/sh {script}", "file:///run", timeout_s=240.0, stopping=stopping)
     began = time.monotonic()
-    with pytest.raises(InputError, match="did not end within"):
+    # It may be stopped before its closed output is seen.
+    with pytest.raises(InputError, match="did not end (within|in time)"):
         measure(CANDIDATE)
     assert time.monotonic() - began < 120
 
