@@ -113,7 +113,7 @@ def test_a_command_that_closes_its_output_and_stays_is_killed_when_it_is_stopped
     measure = measure_by(f"/bin/sh {script}", "file:///run", timeout_s=240.0, stopping=stopping)
     began = time.monotonic()
     # It may be stopped before its closed output is seen.
-    with pytest.raises(InputError, match="did not end (within|in time)"):
+    with pytest.raises(InputError, match=r"did not end (within|in time)"):
         measure(CANDIDATE)
     assert time.monotonic() - began < 120
 
