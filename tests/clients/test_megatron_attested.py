@@ -1,6 +1,7 @@
 """Megatron Bridge itself on CPUs: it names and gathers what tensor-parallel ranks hold.
 
-Needs ``megatron-bridge`` and ``megatron-core``, without their dependencies, and ``omegaconf``.
+Needs ``megatron-bridge`` and ``megatron-core`` without their dependencies, and ``omegaconf`` and
+``einops``.
 """
 
 import os
