@@ -30,7 +30,8 @@ from deltawire.store import Bucket, open_bucket
 from deltawire.sync import load_mirror, read_manifest, read_run
 from deltawire.sync.publish.sources import continue_publisher
 from deltawire.train.build import build_model, byte_tokenizer
-from deltawire.train.checkpoint import MAX_COMMIT_BYTES, Commit, save_checkpoint
+from deltawire.train.checkpoint import save_checkpoint
+from deltawire.train.checkpoint_commit import MAX_COMMIT_BYTES, Commit
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.training.keys import Measured, Options
 from benchmarks.training.rank_runs import Start, begin, digests, run_starts
 from deltawire.store import Bucket, open_bucket
-from deltawire.train.checkpoint import MAX_COMMIT_BYTES, Commit
+from deltawire.train.checkpoint_commit import MAX_COMMIT_BYTES, Commit
 from deltawire.wire import keys
 
 VERSIONS = 18

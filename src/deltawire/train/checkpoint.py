@@ -16,12 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated
 
 import msgspec
 import torch
 import torch.distributed as dist
-from msgspec import Meta
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -33,56 +31,19 @@ from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.export.shards import local_part
 from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync.publish.parallel_copy import Copier
+from deltawire.train.checkpoint_commit import MAX_COMMIT_BYTES, Commit, TensorEntry
 from deltawire.train.checkpoint_folders import KEPT, checkpoint_versions, remove_old
 from deltawire.train.checkpoint_storage import (
     BucketReader,
     BucketWriter,
     StagedPlanner,
-    TensorEntry,
     WholeLoadPlanner,
     bytes_of,
-    pack_table,
-    unpack_table,
 )
 from deltawire.train.parallel import TrainerMesh
 from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
-from deltawire.wire.objects import FORMAT, decode_json, encode_json
-from deltawire.wire.payload import Index
-
-MAX_COMMIT_BYTES = 256 << 20
-MAX_TENSORS = 1 << 22
-
-
-class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """Commits a state: its tensors, in shards of ``ranks`` processes. ``digest`` is that of the
-    weights published at ``version`` of the run ``run``. The object in the bucket of a fork has the
-    tensors in ``table``; that of a trainer in ``tensors``, which earlier releases read."""
-
-    format: int = FORMAT
-    run: Annotated[str, Meta(max_length=64)] = ""
-    version: Index
-    digest: Annotated[str, Meta(max_length=32)]
-    ranks: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
-    tensors: Annotated[dict[str, TensorEntry], Meta(max_length=MAX_TENSORS)] = {}
-    table: bytes = b""
-    ledger: Ledger
-
-    def encode(self, *, packed: bool = False) -> bytes:
-        """Returns the bytes of the object; ``packed``, earlier releases do not read it."""
-        if not packed:
-            return encode_json(self)
-        small = msgspec.structs.replace(self, tensors={}, table=pack_table(self.tensors))
-        return encode_json(small)
-
-    @classmethod
-    def decode(cls, data: bytes, *, run: str, key: str) -> Commit:
-        """Reads an object's bytes; raises `CorruptError`."""
-        found = decode_json(data, cls, run=run, key=key)
-        if not found.table:
-            return found
-        tensors = unpack_table(found.table, limit=MAX_COMMIT_BYTES, run=run, key=key)
-        return msgspec.structs.replace(found, tensors=tensors, table=b"")
+from deltawire.wire.objects import FORMAT
 
 
 class CheckpointWriter:

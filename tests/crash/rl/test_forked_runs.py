@@ -1,6 +1,8 @@
 """A fork trains on as its parent would, whoever stops and whatever its parent deletes."""
 
 import json
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +30,7 @@ from deltawire.sync import find_run, load_mirror, prune, read_manifest, read_run
 from deltawire.sync.chain.tags import add_tag, find_tag
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import FaultyBucket
-from deltawire.train import checkpoint, checkpoint_folders
+from deltawire.train import checkpoint_commit, checkpoint_folders
 from deltawire.train.checkpoint_folders import checkpoint_versions
 from deltawire.wire import keys
 from deltawire.wire.ledger import FORK_RECORD
@@ -97,6 +99,12 @@ def test_a_fork_makes_the_bits_of_its_parent_from_the_later_groups(parent):
     check = verify_intervals(fork)
     assert check.exact
     assert [(one.origin, one.last) for one in check.checked] == [(VERSION, 4)]
+
+
+def test_a_fork_that_shares_a_state_needs_no_tensor_library():
+    """Importing it takes ten times as long as the fork."""
+    code = "import sys, deltawire.launch.branches.fork_state; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_other_settings_make_other_bits(parent, capsys):
@@ -172,7 +180,7 @@ def assert_has_state(made):
     """All parts that the fork's commit names are read, here or above."""
     fork = open_bucket(made.url)
     key = keys.checkpoint_commit(made.version)
-    commit = checkpoint.Commit.decode(fork.get(key, limit=1 << 24), run=made.url, key=key)
+    commit = checkpoint_commit.Commit.decode(fork.get(key, limit=1 << 24), run=made.url, key=key)
     parts = {keys.checkpoint_part(made.version, n) for n in range(commit.ranks)}
     assert [part for part in parts if fork.get(part, limit=1 << 30) is None] == []
 

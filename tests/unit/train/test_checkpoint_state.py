@@ -12,16 +12,10 @@ import torch
 
 from deltawire.errors import CorruptError, InputError
 from deltawire.store import open_bucket
-from deltawire.train import checkpoint, checkpoint_storage
-from deltawire.train.checkpoint import (
-    MAX_COMMIT_BYTES,
-    CheckpointWriter,
-    Commit,
-    load_checkpoint,
-    save_checkpoint,
-)
+from deltawire.train import checkpoint, checkpoint_commit, checkpoint_storage
+from deltawire.train.checkpoint import CheckpointWriter, load_checkpoint, save_checkpoint
+from deltawire.train.checkpoint_commit import MAX_COMMIT_BYTES, Commit, StoredShard, TensorEntry
 from deltawire.train.checkpoint_folders import KEPT
-from deltawire.train.checkpoint_storage import StoredShard, TensorEntry
 from deltawire.train.masters import MasterWeights
 from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
@@ -261,7 +255,7 @@ def test_a_table_is_not_unpacked_beyond_the_limit(bucket, monkeypatch):
     save(bucket, 4)
     save(bucket, 8)
     edit_table(bucket, lambda _: zlib.compress(bytes(64 << 20)))
-    monkeypatch.setattr(checkpoint, "MAX_COMMIT_BYTES", 1 << 20)
+    monkeypatch.setattr(checkpoint_commit, "MAX_COMMIT_BYTES", 1 << 20)
     tracemalloc.start()
     try:
         assert load(bucket, 8)[0].version == 4

@@ -31,7 +31,7 @@ from deltawire.wire.payload import BlobRef
 from deltawire.wire.run import Run
 
 if TYPE_CHECKING:
-    from deltawire.train.checkpoint import Commit
+    from deltawire.train.checkpoint_commit import Commit
 
 
 class KnownFork(NamedTuple):

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from deltawire.config.sections import RunConfig
 from deltawire.dashboard.wording import duration
 from deltawire.errors import CorruptError, InputError
 from deltawire.events import Step
-from deltawire.export.lines import open_policy
-from deltawire.export.models import fetch_model_files
 from deltawire.launch.branches.fork_copy import copy_state
-from deltawire.placement.device import resolve_device
-from deltawire.rl.trainer.resume import Resumed, recompute_step, resume
 from deltawire.runtime.event_tail import EventTail
 from deltawire.store import Bucket
 from deltawire.sync import read_history, read_manifest
-from deltawire.train.checkpoint import MAX_COMMIT_BYTES, Commit, save_checkpoint
+from deltawire.train.checkpoint_commit import MAX_COMMIT_BYTES, Commit
 from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
 from deltawire.wire.run import Run
+
+if TYPE_CHECKING:
+    from deltawire.rl.trainer.resume import Resumed
 
 
 def give_state(
@@ -53,6 +52,8 @@ def give_state(
     if _share(parent, run, place, forked, version, copied=copied):
         return "copied" if copied else "shared"
     parent.delete(keys.checkpoint_forked(version, fork))
+    from deltawire.train.checkpoint import save_checkpoint
+
     state = _computed(parent, run, config, version, announce)
     digest = state.masters.digest().hex()
     save_checkpoint(
@@ -108,6 +109,13 @@ def _computed(
     parent: Bucket, run: Run, config: RunConfig, version: int, announce: Callable[[str], None]
 ) -> Resumed:
     """Computes the state of a version from the newest checkpoint before it, or version 0."""
+    import torch  # A state that is shared needs none of these.
+
+    from deltawire.export.lines import open_policy
+    from deltawire.export.models import fetch_model_files
+    from deltawire.placement.device import resolve_device
+    from deltawire.rl.trainer.resume import recompute_step, resume
+
     torch.set_num_threads(config.threads)
     device = resolve_device(config.device_of("trainer"))
     with fetch_model_files(parent, run) as folder:
