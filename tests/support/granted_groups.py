@@ -55,24 +55,28 @@ def start_with_groups(
     sizes: BuildConfig | None = None,
     attention_dropout: float = 0.0,
     run_id: str = "",
+    directory: Path | None = None,
     **config: Any,
 ) -> Bucket:
-    """Start a run of a tiny model in ``folder / "bucket"``, with groups of a worker that lives."""
+    """Start a run in ``folder / "bucket"``, with groups of a worker that lives; of a tiny model,
+    or of the one in ``directory``."""
     sizes = sizes or BuildConfig(
         hidden_size=32, layers=layers, head_size=16, feed_forward_size=48, context=64
     )
-    model = build_model(sizes, seed=0)
-    model.config.attention_dropout = attention_dropout
-    save_model(model, byte_tokenizer(), folder / "model")
+    if directory is None:
+        model = build_model(sizes, seed=0)
+        model.config.attention_dropout = attention_dropout
+        save_model(model, byte_tokenizer(), folder / "model")
+    directory = directory or folder / "model"
     bucket = open_bucket(str(folder / "bucket"), create=True)
     raw = {
         "name": "granted",
-        "model": {"path": str(folder / "model")},
+        "model": {"path": str(directory)},
         "train": train,
         "trust": UNCHECKED,
         **config,
     }
-    start_run(bucket, parse_config(raw, source="test"), folder / "model", run_id=run_id)
+    start_run(bucket, parse_config(raw, source="test"), directory, run_id=run_id)
     for number in range(groups):
         put_group(bucket, number, group(number))
     put_heartbeat(bucket, "w0", stored=groups, at=time.time())
