@@ -105,7 +105,7 @@ CASES = [
     Case("retention, a writer", _deletions, Bounds(), small=True),
     Case("deletion of blobs, a writer, short listings", _blobs, Bounds(1, kinds=SHORT), small=True),
     Case("deletion of blobs, a writer", _blobs, Bounds(1)),
-    Case("deletion of blobs, a writer, time", _blobs, Bounds(0, 3), long=True),
+    Case("deletion of blobs, a writer, time", _blobs, Bounds(0, 3)),
     Case(
         "deletion of blobs, a writer, late deletions, time", _blobs, Bounds(1, 3, LATE), long=True
     ),
@@ -136,12 +136,12 @@ CASES = [
         Bounds(1, kinds=NO_ANSWER),
         long=True,
     ),
-    Case("compaction, late deletions, time", _compacted, Bounds(1, 3, LATE), long=True),
+    Case("compaction, late deletions, time", _compacted, Bounds(1, 3, LATE)),
     Case("two ranks", ranks, Bounds(1), small=True),
     Case("two ranks, another trainer", partial(ranks, alone=True), Bounds(1)),
-    Case("two ranks, twice", _twice, Bounds(), long=True),
+    Case("two ranks, twice", _twice, Bounds()),
     Case("two ranks, twice, no answer", _twice, Bounds(1, kinds=NO_ANSWER), long=True),
-    Case("two ranks, deletion of blobs, bad answers", _deleted, Bounds(1, kinds=BAD), long=True),
+    Case("two ranks, deletion of blobs, bad answers", _deleted, Bounds(1, kinds=BAD)),
     Case(
         "two ranks, deletion of blobs, no answer", _deleted, Bounds(1, kinds=NO_ANSWER), long=True
     ),
@@ -149,7 +149,7 @@ CASES = [
     Case("an erasure, a gateway, no answer", erasures, Bounds(1, kinds=NO_ANSWER), small=True),
     Case("two erasures", _both, Bounds(1, kinds=NO_ANSWER)),
     Case("consumption", consumption, Bounds(), small=True),
-    Case("consumption, groups deleted", partial(consumption, trims=True), Bounds(), long=True),
+    Case("consumption, groups deleted", partial(consumption, trims=True), Bounds()),
     Case("consumption of one group", partial(consumption, groups=1, steps=1), Bounds(1)),
     Case(
         "consumption of two groups, deleted",

@@ -19,12 +19,15 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Connection, wait
+from types import SimpleNamespace
 
 import pytest
+from _pytest.config import create_terminal_writer
 
 APART = ("tests/protocol/test_protocol.py",)
 NUMBER = struct.Struct("=H")
 GRACE_S = 30.0
+CHECK_EVERY_S = 5.0
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
 
 
@@ -57,7 +60,9 @@ def pytest_runtestloop(session):
     session.config.pluginmanager.get_plugin("terminalreporter").showfspath = False
     left = session.items
     while left:  # A process that dies leaves tests to others.
-        left = Round(session, left).run(option.processes)
+        before, left = len(left), Round(session, left).run(option.processes)
+        if len(left) == before:
+            raise session.Failed("the processes of the tests end before they run one")
     return True
 
 
@@ -80,8 +85,9 @@ class Round:
             for number in range(min(processes, len(self.batches))):
                 self._fork(numbers, base / str(number))
             while self.pids:
-                for reports in wait(list(self.pids)):
-                    self._receive(reports)
+                ready = wait(list(self.pids), CHECK_EVERY_S)
+                for reports in ready or list(self.pids):
+                    self._receive(reports, sent=bool(ready))
                 if stop := self.session.shouldfail or self.session.shouldstop:
                     raise self.session.Failed(stop)
         finally:
@@ -104,13 +110,19 @@ class Round:
         os.close(write)
         self.pids[Connection(read, writable=False)] = pid
 
-    def _receive(self, reports):
+    def _receive(self, reports, *, sent):
+        """Takes a message, or the end of a process. A process that it forked may hold its pipe
+        open, so it is asked for too when nothing is ``sent``."""
         try:
+            if not sent:
+                ended, status = os.waitpid(self.pids[reports], os.WNOHANG)
+                if ended:
+                    self._ended(reports, status)
+                return
             kind, value = reports.recv()
-        except EOFError:
-            _, status = os.waitpid(self.pids.pop(reports), 0)
-            if reports in self.running:
-                self._died(self.running[reports], os.waitstatus_to_exitcode(status))
+        except (EOFError, OSError):  # The latter in the middle of a message.
+            _, status = os.waitpid(self.pids[reports], 0)
+            self._ended(reports, status)
             return
         if kind == "report":
             restored = self.hook.pytest_report_from_serializable(
@@ -125,6 +137,14 @@ class Round:
         else:
             self.done.add(self.running.pop(reports))
             self.hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    def _ended(self, reports, status):
+        del self.pids[reports]
+        code = os.waitstatus_to_exitcode(status)
+        if reports in self.running:
+            self._died(self.running[reports], code)
+        elif code:
+            self.session.shouldfail = f"a process of the tests ended with {code} after its tests"
 
     def _died(self, place, status):
         self.done.add(place)
@@ -144,6 +164,8 @@ class Round:
             self._run_batches(numbers, reports)
             status = 0
         except KeyboardInterrupt:
+            # A terminal's Ctrl-C comes twice, from the parent too: fixtures end undisturbed.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             status = 130
         except BaseException:
             traceback.print_exc()
@@ -208,4 +230,8 @@ def _settle(session, reports, base):
     for shown in config.hook.pytest_runtest_logreport.get_hookimpls():
         if shown.plugin not in kept:
             config.pluginmanager.unregister(shown.plugin)
+    # pytest-timeout writes to it, and ends no test without it.
+    config.pluginmanager.register(
+        SimpleNamespace(_tw=create_terminal_writer(config, sys.stderr)), "terminalreporter"
+    )
     config.pluginmanager.register(Relay(config, reports))

@@ -3,20 +3,21 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-def run(folder, *arguments):
+def run(folder, *arguments, **output):
     plain = ["-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "--rootdir", "."]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "forks", *plain, "-rA", "-n", "2", *arguments, "."],
         check=False,
         env={**os.environ, "PYTHONPATH": str(SUPPORT)},
         cwd=folder,
-        capture_output=True,
         text=True,
+        **(output or {"capture_output": True}),
     )
 
 
@@ -81,3 +82,44 @@ def test_the_first_failure_ends_other_processes_if_asked(tmp_path):
     )
     ran = run(tmp_path, "-x")
     assert (ran.returncode, (tmp_path / "ended").exists()) == (1, True), ran.stdout
+
+
+def test_a_test_that_takes_too_long_ends_by_its_timeout(tmp_path):
+    (tmp_path / "test_slow.py").write_text(
+        "import time, pytest\n"
+        "@pytest.mark.timeout(1)\n"
+        "def test_slow():\n"
+        "    while True:\n"
+        "        try: time.sleep(30)\n"
+        "        except Exception: pass\n"
+        "def test_after(): pass\n"
+    )
+    ran = run(tmp_path)
+    assert "1 failed, 1 passed" in ran.stdout.splitlines()[-1], ran.stdout
+    assert "Timeout" in ran.stdout
+
+
+def test_a_dead_process_whose_own_child_holds_its_pipe_is_noticed(tmp_path):
+    (tmp_path / "test_forks.py").write_text(
+        "import os, time\n"
+        "def test_forks():\n"
+        "    if os.fork() == 0:\n"
+        "        time.sleep(60)\n"
+        "        os._exit(0)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "def test_after(): pass\n"
+    )
+    began = time.monotonic()
+    with (tmp_path / "output").open("w") as output:  # A pipe would be held open, too.
+        run(tmp_path, stdout=output)
+    assert time.monotonic() - began < 55
+    assert "1 failed, 1 passed" in (tmp_path / "output").read_text().splitlines()[-1]
+
+
+def test_processes_that_cannot_begin_fail_the_run(tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        "import forks\ndef fails(*_): raise OSError('no space')\nforks._settle = fails\n"
+    )
+    (tmp_path / "test_one.py").write_text("def test_one(): pass\n")
+    ran = run(tmp_path)
+    assert ran.returncode not in (0, 5), ran.stdout

@@ -25,6 +25,7 @@ from deltawire.wire.run import TensorSpec
 MAX_ANSWER_BYTES = 256 << 20
 
 NOT_FOUND = 404
+REFUSED = (401, 403)
 
 T = TypeVar("T")
 
@@ -69,7 +70,8 @@ def ask_engine(url: str, reference: Side, *, token: str = "") -> list[RankParts]
         body = {"method": METHOD, "args": [asked]}
         data = _sent(f"{url}/collective_rpc", body, token, HINT)
     except RefusedError as error:
-        if error.status != NOT_FOUND:
+        # With two keys, SGLang refuses the admin key at a path that it does not have.
+        if error.status not in (NOT_FOUND, *REFUSED):
             raise
         return _ask_sglang(url, asked, token, error)
     return _without_failures(_decoded(data, EngineParts, url, HINT).results, url)
@@ -81,7 +83,8 @@ def _ask_sglang(url: str, asked: str, token: str, missing: RefusedError) -> list
     try:
         data = _sent(f"{url}/weights_checker", {"action": f"{METHOD} {asked}"}, token, HINT_SGLANG)
     except RefusedError as error:
-        raise missing if error.status == NOT_FOUND else error from None
+        other = error.status == NOT_FOUND or missing.status in REFUSED
+        raise missing if other else error from None
     found: list[RankParts] = []
     for text in _decoded(data, _Checked, url, HINT_SGLANG).message.split(BETWEEN):
         found += _decoded(text.encode(), EngineParts, url, HINT_SGLANG).results

@@ -27,10 +27,13 @@ THROTTLED_PAUSE_S = 2.0
 (`deltawire.store.request_limit`) sets the pace of all of them."""
 WRITER_PAUSE_S = 0.01
 WRITER_SHARE = 0.03
+EAGER_S = 5.0
+LATER_SHARE = 0.1
 LONGEST_WRITER_PAUSE_S = 120.0
 """Writes, and reads of a commit, have no such pace. One that has been refused for T seconds waits
 about T times the share, between these two pauses: a commit is late by that share. The shorter the
-first pauses are, the more of the store's answers a commit gets among readers that outrun it."""
+first pauses are, the more of the store's answers a commit gets among readers that outrun it. After
+`EAGER_S` the share is `LATER_SHARE`: many writers that outrun a store must not press on."""
 THROTTLED_S = 3600.0
 """How long refusals for too many requests are waited out. A version that takes longer to arrive is
 superseded."""
@@ -78,7 +81,7 @@ class RetryPolicy:
                 if paced:
                     self.sleep(self.pause_s(refusals, THROTTLED_PAUSE_S))
                 else:
-                    self.sleep(writer_pause_s(refused_s) * (0.5 + self.rng()))
+                    self.sleep(self._writer_pause_s(refused_s))
                 refusals += 1
             except RetryError:
                 if attempt == self.retries:
@@ -87,6 +90,10 @@ class RetryPolicy:
                 self.sleep(self.pause_s(attempt, LONGEST_PAUSE_S))
                 attempt += 1
 
+    def _writer_pause_s(self, refused_s: float) -> float:
+        pause_s = writer_pause_s(refused_s, least_s=self.first_pause_s or WRITER_PAUSE_S)
+        return min(pause_s * (0.5 + self.rng()), LONGEST_WRITER_PAUSE_S)
+
     def pause_s(self, attempt: int, longest_s: float) -> float:
         """Returns how long to wait after the attempt of this number, which counts from 0."""
         first_s = FIRST_PAUSE_S if self.first_pause_s is None else self.first_pause_s
@@ -94,9 +101,10 @@ class RetryPolicy:
         return min(doubled_s, max(longest_s, first_s)) * (0.5 + self.rng())
 
 
-def writer_pause_s(refused_s: float) -> float:
+def writer_pause_s(refused_s: float, *, least_s: float = WRITER_PAUSE_S) -> float:
     """Returns the mean pause of a write that has been refused for ``refused_s``."""
-    return min(max(WRITER_PAUSE_S, WRITER_SHARE * refused_s), LONGEST_WRITER_PAUSE_S)
+    share = WRITER_SHARE if refused_s < EAGER_S else LATER_SHARE
+    return min(max(least_s, share * refused_s), LONGEST_WRITER_PAUSE_S)
 
 
 PATIENT = RetryPolicy()

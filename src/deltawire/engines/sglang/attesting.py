@@ -54,7 +54,11 @@ def around_check(original: Callable[..., Any], updater: Any, request: Any) -> An
 
     group = updater.tp_cpu_group
     peers = RankGroup(group, group.rank(), group.size())
-    answers = peers.gather_structs(_answer(updater, asked, peers.number))
+    try:
+        answer = _answer(updater, asked, peers.number)
+    except Exception as error:  # The other ranks wait for an answer of this one.
+        answer = RankParts(rank=peers.number, failure=f"{type(error).__name__}: {error}"[:1000])
+    answers = peers.gather_structs(answer)
     # SGLang joins the messages of data-parallel ranks by " | ".
     text = msgspec.json.encode(EngineParts(answers)).decode().replace("|", "\\u007c")
     return CheckWeightsReqOutput(success=True, message=text)
@@ -65,6 +69,8 @@ def _answer(updater: Any, asked: str, rank: int) -> RankParts:
         return RankParts(rank=rank, updating=True)
     target = updater.tp_worker.model_runner
     drafts = [] if updater.draft_worker is None else updater.draft_worker.weight_update_runners()
+    if len(drafts) > 1:  # The others would not be looked at, and their weights may be old.
+        return RankParts(rank=rank, failure=f"{len(drafts)} drafts are not readable, only one")
     draft = drafts[0][1] if drafts else None
     return answer_of(
         target.model,
