@@ -62,11 +62,18 @@ def serve():
     """Serves ``/weights_checker`` of replicas as SGLang does: their messages are joined."""
     servers = []
 
-    def start(*updaters, status=200, change=lambda text: text):
+    def start(*updaters, status=200, change=lambda text: text, keys=()):
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 known = self.path == "/weights_checker" and status == 200
+                given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+                if keys:  # SGLang takes the admin key for its checker only, the other elsewhere.
+                    wanted = keys[1] if self.path == "/weights_checker" else keys[0]
+                    if given != wanted:
+                        self.send_response(401)
+                        self.end_headers()
+                        return
                 self.send_response(200 if known else 404 if "rpc" in self.path else status)
                 self.end_headers()
                 if known:
@@ -134,6 +141,35 @@ def test_a_server_without_the_plugin_gets_one_clear_error(weights, serve):
         url = serve(updater_of(engines.fleet(1, weights)[0]), change=damage)
         with pytest.raises(CorruptError, match="cannot be read"):
             ask_engine(url, side)
+
+
+def test_a_server_with_two_keys_is_asked_by_its_admin_key(weights, serve):
+    side = engines.side(weights, "the trainer")
+    url = serve(updater_of(engines.fleet(1, weights)[0]), keys=("all", "admin"))
+    assert ask_engine(url, side, token="admin")[0].parts
+    for token in ("all", "none"):
+        with pytest.raises(InputError, match="401.*token"):
+            ask_engine(url, side, token=token)
+
+
+def test_several_drafts_are_not_taken_for_read(weights):
+    model = engines.fleet(1, weights)[0]
+    config = SimpleNamespace(model_path="a model")
+    runners = [(n, SimpleNamespace(model=model, model_config=config)) for n in "ab"]
+    worker = SimpleNamespace(weight_update_runners=lambda: runners)
+    updater = updater_of(model, draft_worker=worker)
+    action = f"{METHOD} {request_of(engines.side(weights, 'the trainer'))}"
+    (rank,) = msgspec.json.decode(asked(updater, action).message, type=EngineParts).results
+    assert rank.failure.startswith("2 drafts")
+    assert not rank.parts
+
+
+def test_an_error_on_one_rank_leaves_no_other_waiting(weights):
+    model = engines.fleet(1, weights)[0]
+    updater = updater_of(model, tp_worker=None)
+    action = f"{METHOD} {request_of(engines.side(weights, 'the trainer'))}"
+    (rank,) = msgspec.json.decode(asked(updater, action).message, type=EngineParts).results
+    assert rank.failure.startswith("AttributeError")
 
 
 @pytest.mark.parametrize("one_checkpoint", [True, False])
