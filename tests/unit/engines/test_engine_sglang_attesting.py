@@ -148,7 +148,7 @@ def test_a_server_with_two_keys_is_asked_by_its_admin_key(weights, serve):
     url = serve(updater_of(engines.fleet(1, weights)[0]), keys=("all", "admin"))
     assert ask_engine(url, side, token="admin")[0].parts
     for token in ("all", "none"):
-        with pytest.raises(InputError, match="401.*token"):
+        with pytest.raises(InputError, match=r"401.*token"):
             ask_engine(url, side, token=token)
 
 
