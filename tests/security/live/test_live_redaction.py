@@ -185,7 +185,7 @@ def test_a_prompt_of_token_ids_is_not_stored(tmp_path, monkeypatch):
 
 def test_an_answer_that_cannot_be_shown_is_not_stored(stored):
     cases = [
-        ({"refusal": PLANTED}, WORDS),
+        ({"audio": PLANTED}, WORDS),
         ({"something_new": PLANTED}, WORDS),
         ({}, ["token_id:100", "token_id:101", "token_id:102"]),
         ({}, [None, "a", "b"]),
@@ -197,6 +197,15 @@ def test_an_answer_that_cannot_be_shown_is_not_stored(stored):
     rows, held, counts = stored(*cases, prepare=prepare)
     assert rows == []
     assert counts["withheld"] == len(cases)
+    assert PLANTED.encode() not in held
+
+
+def test_a_refusal_is_text_and_is_redacted(stored):
+    rows, held, counts = stored(
+        {"refusal": PLANTED}, prepare=lambda f, case: setattr(f, "says", case)
+    )
+    assert len(rows) == 1
+    assert not counts.get("withheld")
     assert PLANTED.encode() not in held
 
 

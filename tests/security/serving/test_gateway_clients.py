@@ -263,7 +263,7 @@ def test_credentials_in_a_replicas_url_are_refused_without_echo(tmp_path):
     options = GatewayOptions(replicas=["http://user:hunter2@host:8000"])
     with pytest.raises(InputError) as caught:
         run_gateway(str(tmp_path), options)
-    assert "host: the URL contains credentials" in str(caught.value)
+    assert "URL of host contains credentials" in str(caught.value)
     assert "hunter2" not in str(caught.value)
     replica = VllmReplica("http://user:hunter2@host:8000/a", None)
     assert replica.name == "host:8000/a"

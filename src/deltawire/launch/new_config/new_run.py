@@ -306,8 +306,7 @@ def _train(document: Document, wishes: Wishes, sizing: Sizing) -> None:
     document.key("optimizer.learning_rate", rate, why)
     for key, value in sizing.settings.items():
         name = key.removeprefix("train.")
-        known = ("adapter.kind", "adapter.rank", "optimizer.kind")
-        if key.startswith("train.") and name not in known:
+        if key.startswith("train.") and name != "optimizer.kind" and "adapter." not in name:
             document.key(name, value)
     if sizing.lora:
         document.table("train.adapter", "pip install 'deltawire[lora]'")
@@ -315,6 +314,10 @@ def _train(document: Document, wishes: Wishes, sizing: Sizing) -> None:
         rank = sizing.settings.get("train.adapter.rank", 16)
         document.key("rank", rank)
         document.key("alpha", 2.0 * rank, "the adapter's product is scaled by alpha / rank")
+        for key, value in sizing.settings.items():
+            name = key.removeprefix("train.adapter.")
+            if name != key and name not in ("kind", "rank"):
+                document.key(name, value)
 
 
 def _slots(document: Document, sizing: Sizing, key: str) -> None:

@@ -129,6 +129,7 @@ class ContentFilter:
             RecursionError,
             UnicodeDecodeError,
         ) as error:
+            # A damaged verdict is none: nothing passes, unless the operator chose otherwise.
             self.failed += 1
             reason = error.message if isinstance(error, CorruptError) else type(error).__name__
             passes = "everything passes" if self._open_on_failure else "nothing passes"

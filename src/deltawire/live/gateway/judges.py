@@ -143,6 +143,7 @@ class Judges:
                 RecursionError,
                 UnicodeDecodeError,
             ) as error:
+                # A damaged score is none; nobody waits for it.
                 self.counts["failed"] += 1
                 fault = error.message if isinstance(error, CorruptError) else type(error).__name__
                 if self._faults.get(judge.name) != fault:
