@@ -50,7 +50,8 @@ OTHER = Setting(
     home=2, away=1, slots=12, group_size=2, groups_per_step=24, anchor_every=8, checkpoint_every=4,
     hidden_size=256, latencies_s=(0.05, 0.3),
 )  # fmt: skip
-"""A run that differs from it in all of this, and corrected nothing."""
+"""A run that differs from it in all of this. It corrected no formula, but its states came after
+three versions before its first counts were seen; with four, anchors and states come together."""
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
