@@ -18,7 +18,7 @@ from deltawire.wire import keys
 
 State = Literal["alive", "stalled", "silent", "ended", "unknown"]
 DECIDER = "decider"
-"""The name of ``deltawire live decide``, which has no heartbeat but a state of its own."""
+"""The name of ``deltawire live decide``, which writes its own state and no heartbeat."""
 
 
 class ExaminedProcess(msgspec.Struct, frozen=True, kw_only=True):

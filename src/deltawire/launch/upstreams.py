@@ -3,7 +3,6 @@ judges, and content filters."""
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import logging
 import re
@@ -16,6 +15,7 @@ from deltawire.launch.tokens import read_token
 from deltawire.live.gateway.content_filter import ContentFilter
 from deltawire.live.gateway.judges import Judge
 from deltawire.runtime.children import UPSTREAM_KEY as KEY_VARIABLE
+from deltawire.serving.http_answers import http_parts
 from deltawire.wire.decisions import ServedVersion
 
 _LOG = logging.getLogger("deltawire.live")
@@ -78,12 +78,8 @@ def _place(
 def check_server_url(option: str, url: str, *, key: str) -> None:
     """Raises `InputError` for what is no URL of a server, holds credentials, or would have ``key``
     sent in clear text."""
-    parts = urlsplit("")
-    sound = False
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    if not sound:
+    parts = http_parts(url)
+    if parts is None:
         raise InputError(
             f"{option}: no http:// or https:// URL",
             hint="give an address such as https://api.example.com/v1",

@@ -11,7 +11,6 @@ replica that is taken out gets no new request; those under way end as they would
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections import Counter
@@ -23,6 +22,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from deltawire.errors import InputError
+from deltawire.serving.http_answers import http_parts
 from deltawire.serving.replica import Replica
 from deltawire.serving.replica_set import ReplicaSet
 
@@ -143,12 +143,8 @@ class ReplicaFollower:
 
 def check_replica_url(option: str, url: str) -> None:
     """Raises `InputError` unless it is an HTTP URL without credentials."""
-    parts = urlsplit("")
-    sound = False
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    if not sound:
+    parts = http_parts(url)
+    if parts is None:
         raise InputError(f"{option}: {url[:256]} is not an http:// or https:// URL")
     if "@" in parts.netloc:
         raise InputError(

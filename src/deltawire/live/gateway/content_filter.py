@@ -15,7 +15,6 @@ neither user, arm nor version. With a filter after the answer a stream is held u
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -28,10 +27,9 @@ from deltawire.display import safe_line
 from deltawire.errors import CorruptError, RetryError
 from deltawire.live.gateway.requests import AskedAnswer
 from deltawire.serving.errors import RequestError
-from deltawire.serving.http_answers import read_limited
+from deltawire.serving.http_answers import post_json
 from deltawire.serving.request_ids import REQUEST_ID
 from deltawire.wire.captures import FILTERED
-from deltawire.wire.objects import prepared
 
 ANSWER_WITHIN_S = 5.0
 MAX_ANSWER_BYTES = 64 << 10
@@ -62,9 +60,7 @@ class ContentFilter:
         self, *, before: str = "", after: str = "", key: str = "", open_on_failure: bool = False
     ) -> None:
         self._before, self._after = before, after
-        self._headers = {"Content-Type": "application/json"}
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._key = key
         self._open_on_failure = open_on_failure
         self.refused = self.withheld = self.failed = 0
         self._held_bytes = 0
@@ -109,31 +105,20 @@ class ContentFilter:
 
     async def _allows(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> bool:
         try:
-            async with asyncio.timeout(ANSWER_WITHIN_S):
-                async with session.post(
-                    url,
-                    data=msgspec.json.encode({**body, "id": REQUEST_ID.get()}),
-                    headers=self._headers,
-                    allow_redirects=False,
-                ) as answer:
-                    data = await read_limited(answer.content, MAX_ANSWER_BYTES)
-                    if answer.status != 200:
-                        raise CorruptError(f"status {answer.status}")
-            verdict = msgspec.json.decode(data, type=prepared(FilterVerdict))
-        except (
-            aiohttp.ClientError,
-            OSError,
-            TimeoutError,
-            CorruptError,
-            msgspec.MsgspecError,
-            RecursionError,
-            UnicodeDecodeError,
-        ) as error:
-            # A damaged verdict is none: nothing passes, unless the operator chose otherwise.
+            verdict = await post_json(
+                session,
+                url,
+                {**body, "id": REQUEST_ID.get()},
+                FilterVerdict,
+                key=self._key,
+                limit=MAX_ANSWER_BYTES,
+                within_s=ANSWER_WITHIN_S,
+            )
+        except CorruptError as error:
+            # A damaged verdict counts as none: nothing passes, unless the operator chose otherwise.
             self.failed += 1
-            reason = error.message if isinstance(error, CorruptError) else type(error).__name__
             passes = "everything passes" if self._open_on_failure else "nothing passes"
-            _LOG.error("the content filter failed, so %s: %s", passes, reason)
+            _LOG.error("the content filter failed, so %s: %s", passes, error.message)
             if self._open_on_failure:
                 return True
             raise RetryError("the content filter does not answer") from error

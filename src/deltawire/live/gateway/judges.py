@@ -1,4 +1,4 @@
-"""Judges by URL: another server scores answers, as a kind of feedback that nobody has to send.
+"""Judges by URL: another server scores answers, as feedback that no client sends.
 
 ::
 
@@ -27,9 +27,8 @@ from msgspec import Meta
 
 from deltawire.config.ranges import JUDGED
 from deltawire.errors import CorruptError
-from deltawire.serving.http_answers import read_limited
+from deltawire.serving.http_answers import post_json
 from deltawire.wire.captures import Feedback
-from deltawire.wire.objects import prepared
 from deltawire.wire.receipts import Receipt
 
 ANSWER_WITHIN_S = 60.0
@@ -133,29 +132,28 @@ class Judges:
         while True:
             stored = await queue.get()
             try:
-                value = await _ask(session, judge, stored)
-            except (
-                aiohttp.ClientError,
-                OSError,
-                TimeoutError,
-                CorruptError,
-                msgspec.MsgspecError,
-                RecursionError,
-                UnicodeDecodeError,
-            ) as error:
-                # A damaged score is none; nobody waits for it.
+                score = await post_json(
+                    session,
+                    judge.url,
+                    {"judge": judge.name, "request": stored.request, "answer": stored.answer},
+                    Score,
+                    key=judge.key,
+                    limit=MAX_ANSWER_BYTES,
+                    within_s=ANSWER_WITHIN_S,
+                )
+            except CorruptError as error:
+                # A damaged score counts as no score, and no request waits for it.
                 self.counts["failed"] += 1
-                fault = error.message if isinstance(error, CorruptError) else type(error).__name__
-                if self._faults.get(judge.name) != fault:
-                    _LOG.error("the judge %s gives no score: %s", judge.name, fault)
-                self._faults[judge.name] = fault
+                if self._faults.get(judge.name) != error.message:
+                    _LOG.error("the judge %s gives no score: %s", judge.name, error.message)
+                self._faults[judge.name] = error.message
                 continue
             self._faults.pop(judge.name, None)
-            if value is None:
+            if score.value is None:
                 self.counts["no_opinion"] += 1
             else:
                 self.counts["scored"] += 1
-                report = _report(judge, stored.receipt, value)
+                report = _report(judge, stored.receipt, score.value)
                 self._note([report])
                 self._on_noted(report)
 
@@ -164,21 +162,6 @@ def _is_drawn(judge: Judge, answer: str) -> bool:
     """Returns whether a judge scores an answer: by a hash, so that no other fact has a part."""
     digest = blake3(f"judge\0{judge.name}\0{answer}".encode()).digest(8)
     return int.from_bytes(digest, "little") < judge.share * 2**64
-
-
-async def _ask(session: aiohttp.ClientSession, judge: Judge, stored: StoredAnswer) -> float | None:
-    headers = {"Content-Type": "application/json"}
-    if judge.key:
-        headers["Authorization"] = f"Bearer {judge.key}"
-    body = {"judge": judge.name, "request": stored.request, "answer": stored.answer}
-    async with asyncio.timeout(ANSWER_WITHIN_S):
-        async with session.post(
-            judge.url, data=msgspec.json.encode(body), headers=headers, allow_redirects=False
-        ) as answer:
-            data = await read_limited(answer.content, MAX_ANSWER_BYTES)
-            if answer.status != 200:
-                raise CorruptError(f"status {answer.status}")
-    return msgspec.json.decode(data, type=prepared(Score)).value
 
 
 def _report(judge: Judge, receipt: Receipt, value: float) -> Feedback:

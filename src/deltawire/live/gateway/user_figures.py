@@ -292,7 +292,7 @@ class UserFigures:
         if self._open:
             self._over.append((self._since, self._open, self._labeled))
         self._since, self._open, self._labeled = since, {}, {}
-        if len(self._over) > MOST_OVER:  # Nobody has asked for windows: memory comes first.
+        if len(self._over) > MOST_OVER:  # No thread has asked for windows: bound the memory.
             self._take(self._over, [_window(*one) for one in self._over])
 
     def _take(self, over: Sequence[_Over], added: Sequence[UserWindow]) -> None:
