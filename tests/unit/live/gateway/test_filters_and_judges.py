@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from live_decider import in_loop, until
+from live_decider import until
 from live_gateway import WORDS, live_serving, published
 
 from deltawire.chat.requests import RequestDefaults
@@ -37,6 +37,11 @@ HOSTILE = {
     "deep": b"[" * 100_000,
     "no text": b"\xff\xfe",
 }
+
+
+def in_loop(scenario):
+    """Runs a test's coroutine at once."""
+    asyncio.run(scenario())
 
 
 class OtherServer:
