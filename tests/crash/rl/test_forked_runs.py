@@ -18,15 +18,20 @@ from deltawire.cli import forget
 from deltawire.cli.main import main
 from deltawire.config import run_config
 from deltawire.errors import CorruptError, DeltawireError, InputError
+from deltawire.events import Evaluated
 from deltawire.launch.branches.fork_places import forks_from
 from deltawire.launch.branches.forking import Fork, fork_run
 from deltawire.launch.fork_erasure import forget_in_forks
 from deltawire.launch.live_users import Erasure
+from deltawire.rl.evaluate.evaluator import run_evaluator
 from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.verify_intervals import verify_intervals
+from deltawire.runtime.event_tail import events_of
+from deltawire.runtime.process import Process
 from deltawire.store import open_bucket, retrying
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.sync import find_run, load_mirror, prune, read_manifest, read_run
+from deltawire.sync.chain.first_version import first_version
 from deltawire.sync.chain.tags import add_tag, find_tag
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import FaultyBucket
@@ -105,6 +110,30 @@ def test_a_fork_that_shares_a_state_needs_no_tensor_library():
     """Importing it takes ten times as long as the fork."""
     code = "import sys, deltawire.launch.branches.fork_state; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_evaluators_begin_with_the_first_version_of_the_fork(parent, tmp_path):
+    """A fork has its parent's versions from an anchor on: they are not its own, and version 0 may
+    not be there."""
+    anchored = start_with_groups(tmp_path / "anchored", groups=4, train=TRAIN | {"anchor_every": 1})
+    train(anchored, to=4)
+    for run in (parent, anchored):
+        assert first_version(run, read_run(run)) == 0
+        fork = open_bucket(fork_run(run, read_run(run), VERSION, "try").url)
+        assert first_version(fork, read_run(fork)) == VERSION
+        give_later_groups(fork, 2, 3)
+        train(fork, to=4)
+        assert first_version(fork, read_run(fork)) == VERSION
+    process = Process(fork, "evaluator", "evaluator", supervised=False)
+    run_evaluator(process)
+    process.events.flush()
+    measured = [one.version for one in events_of(fork, "evaluator") if isinstance(one, Evaluated)]
+    assert measured[-1] == 4
+    # One that is started after retention has measured nothing yet.
+    prune(anchored, read_run(anchored), cutoff=4, grace_s=0)
+    first = first_version(anchored, read_run(anchored))
+    assert first > 0
+    assert load_mirror(anchored, read_run(anchored), at=first).version == first
 
 
 def test_other_settings_make_other_bits(parent, capsys):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from deltawire.errors import CorruptError
 from deltawire.launch.branches.fork_copy import KnownFork, children_from
 from deltawire.store import Bucket, open_bucket
-from deltawire.sync import committed_versions, find_run, read_manifest
+from deltawire.sync.chain.first_version import origin_of
 from deltawire.wire import keys
-from deltawire.wire.ledger import FORK_RECORD, ForkRecord
 
 
 def fork_names(bucket: Bucket) -> list[str]:
@@ -28,24 +25,6 @@ def direct_forks(bucket: Bucket) -> list[str]:
 def open_fork(bucket: Bucket, name: str) -> Bucket:
     """Opens the bucket of a fork."""
     return open_bucket(f"{bucket.url.rstrip('/')}/{keys.fork(name)}")
-
-
-def origin_of(fork: Bucket) -> int | None:
-    """Returns the parent's version that a fork began with, None if it states none.
-
-    Raises `CorruptError` if that cannot be read.
-    """
-    run = find_run(fork)
-    if run is None:
-        return None
-    for version in committed_versions(fork):
-        manifest = read_manifest(fork, run, version)
-        if manifest is not None and FORK_RECORD in manifest.metadata:
-            try:
-                return msgspec.convert(manifest.metadata[FORK_RECORD], ForkRecord).version
-            except msgspec.ValidationError as error:
-                raise CorruptError(f"metadata: {error}", run=fork.url, version=version) from error
-    return None
 
 
 def forks_from(bucket: Bucket, version: int) -> list[KnownFork]:

@@ -10,9 +10,10 @@ import msgspec
 from deltawire.display import legible
 from deltawire.errors import DeltawireError
 from deltawire.launch.branches.fork_copy import children_from
-from deltawire.launch.branches.fork_places import fork_names, open_fork, origin_of
+from deltawire.launch.branches.fork_places import fork_names, open_fork
 from deltawire.store import Bucket
 from deltawire.sync import committed_versions, find_run
+from deltawire.sync.chain.first_version import origin_of
 from deltawire.sync.chain.tags import read_tags
 
 

@@ -26,6 +26,7 @@ from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, StopAskedError, open_run
+from deltawire.sync.chain.first_version import first_version
 from deltawire.wire.run import Run
 
 Estimator = Callable[[ServedPolicy, Callable[[str], None]], OffPolicyEstimate | None]
@@ -254,7 +255,8 @@ class _HeldoutFollower:
             engine="transformers",
             seed=config.seed,
             slots=config.evaluate.slots,
-            at=max(self._done, default=0),
+            # Of a fork, and after retention, versions before that are not there.
+            at=max([first_version(process.bucket, run), *self._done]),
             weights=config.rollout.weights,
             stepwise=True,  # Every due version is measured, even if several arrive at once.
         )

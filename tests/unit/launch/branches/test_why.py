@@ -120,6 +120,37 @@ def test_a_very_large_step_is_integrated_along_its_line():
     assert sum(found.layers.values()) == pytest.approx(first.part + second.part)
 
 
+class Jump:
+    """A behavior that changes on a short part of the way between two versions."""
+
+    unit = "nats"
+
+    def __init__(self, steepness):
+        self.steepness, self.measured = steepness, 0
+
+    def measure(self, module, *, gradient):
+        self.measured += 1
+        height = torch.tanh(self.steepness * (module.weight.detach() - 1.0))
+        if gradient:
+            module.weight.grad = self.steepness * (1 - height**2)
+        return float(height)
+
+
+@pytest.mark.parametrize(("steepness", "most"), [(2, 9), (20, 65)])
+def test_a_jump_is_integrated_with_as_many_gradients_as_it_takes(steepness, most):
+    behavior = Jump(steepness)
+    found = integrate(FarVersions(), behavior, [0, 1])
+    assert abs(found.residual) < 0.01 * abs(found.change)
+    assert behavior.measured <= 2 + most
+
+
+def test_a_change_that_no_line_shows_ends_after_the_most_gradients():
+    behavior = Jump(1e6)
+    found = integrate(FarVersions(), behavior, [0, 1])
+    assert abs(found.residual) > 0.1 * abs(found.change)
+    assert behavior.measured == 2 + 65
+
+
 def test_momentum_is_not_taken_for_a_step():
     """A gradient that enters at version 3 goes on to move the weights."""
     momentum, held, parts = 0.9, 0.0, []
