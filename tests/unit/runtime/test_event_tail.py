@@ -23,10 +23,6 @@ def read(tail):
     return [(event.process, event.version) for event in tail.read()]
 
 
-def read_all(tail):
-    return [(event.process, event.version) for event in tail.read(everything=True)]
-
-
 def test_each_segment_is_read_once_and_new_streams_are_found(monkeypatch):
     monkeypatch.setattr(event_tail, "LIST_EVERY_S", 0.0)
     monkeypatch.setattr(event_cursor, "LISTING_PAUSE", 0.0)
