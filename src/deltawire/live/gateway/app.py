@@ -125,6 +125,7 @@ class LiveCalls:
         self._ids = AnswerIds()
         self._given_names = model_names
         self._filters = filters or ContentFilter()
+        self._filters.counts = recorder.counts
         self._names: ModelNames | None = None
 
     def add_to(self, app: web.Application) -> None:

@@ -16,6 +16,7 @@ neither user, arm nor version. With a filter after the answer a stream is held u
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -62,7 +63,8 @@ class ContentFilter:
         self._before, self._after = before, after
         self._key = key
         self._open_on_failure = open_on_failure
-        self.refused = self.withheld = self.failed = 0
+        self.counts: Counter[str] = Counter()
+        """``filter_refused``, ``filter_withheld`` and ``filter_failed``."""
         self._held_bytes = 0
 
     @property
@@ -89,7 +91,7 @@ class ContentFilter:
                 code=FILTERED,
             )
         if not await self._allows(session, self._before, _request_of(asked)):
-            self.refused += 1
+            self.counts["filter_refused"] += 1
             raise RequestError("the content filter refused the request", code=FILTERED)
 
     async def allows_answer(
@@ -100,7 +102,7 @@ class ContentFilter:
             return True
         body = {**_request_of(asked), "stage": "answer", "texts": texts}
         allowed = await self._allows(session, self._after, body)
-        self.withheld += not allowed
+        self.counts["filter_withheld"] += not allowed
         return allowed
 
     async def _allows(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> bool:
@@ -116,7 +118,7 @@ class ContentFilter:
             )
         except CorruptError as error:
             # A damaged verdict counts as none: nothing passes, unless the operator chose otherwise.
-            self.failed += 1
+            self.counts["filter_failed"] += 1
             passes = "everything passes" if self._open_on_failure else "nothing passes"
             _LOG.error("the content filter failed, so %s: %s", passes, error.message)
             if self._open_on_failure:

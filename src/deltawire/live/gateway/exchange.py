@@ -266,10 +266,9 @@ class LiveExchange:
                 self.end(FAILED, f"the replica failed: {type(error).__name__}")
             return break_off(request, member, answer, error)
 
-    async def _receipts(self, reader: AnswerReader, *, drawn: int | None = None) -> list[str]:
+    async def _receipts(self, reader: AnswerReader) -> list[str]:
         self._has_row = True
         self.facts = facts_of(reader, self._first_s)
-        self.drawn = reader.drawn if drawn is None else drawn
         self._storing = asyncio.ensure_future(
             self._recorder.finish(
                 self._served,
@@ -409,7 +408,7 @@ class LiveExchange:
             return shown, await self._receipts(reader)
         withheld, self.finish = _withheld(reader), FILTERED
         body = {"choices": [_ended_row(place, message=True) for place in withheld.choices]}
-        return self._empty_form.whole(body), await self._receipts(withheld, drawn=reader.drawn)
+        return self._empty_form.whole(body), await self._receipts(withheld)
 
     async def _filtered_stream(
         self, request: web.Request, reader: AnswerReader, held: list[Mapping[str, Any]]
@@ -421,7 +420,7 @@ class LiveExchange:
         withheld, self.finish = _withheld(reader), FILTERED
         body = {"choices": [_ended_row(place, message=False) for place in withheld.choices]}
         last: list[Mapping[str, Any]] = list(self._empty_form.chunks(body))
-        return last, await self._receipts(withheld, drawn=reader.drawn)
+        return last, await self._receipts(withheld)
 
     @property
     def _empty_form(self) -> CommonForm:
@@ -429,6 +428,7 @@ class LiveExchange:
         return CommonForm(self.name, model=asked.given.get("model"), chat=asked.chat)
 
     async def _allowed(self, request: web.Request, reader: AnswerReader) -> bool:
+        self.drawn = reader.drawn
         if not self._filters.checks_answers:
             return True
         if any(one.opaque for one in reader.choices.values()):
@@ -440,7 +440,6 @@ class LiveExchange:
                 request.app[SESSION], self._served.asked, texts
             )
         except RetryError as error:
-            self.drawn = reader.drawn
             # The filter failed, not the arm: nothing is an outcome of the canary.
             assignment = self._served.assignment._replace(propensity=1.0, kept=0.0)
             self._served = replace(self._served, assignment=assignment)

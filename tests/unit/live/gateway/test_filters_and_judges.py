@@ -171,7 +171,7 @@ def test_a_filter_that_does_not_answer_lets_nothing_pass(tmp_path, monkeypatch, 
                 status, data, _ = await at.ask("Hi")
                 assert (status, code_of(data)) == (503, "service_unavailable")
                 assert ANSWER.encode() not in data
-                assert filters.failed == 1
+                assert filters.counts["filter_failed"] == 1
                 assert not filters._held_bytes
                 status, data, _ = await at.ask("Hi", stream=True)
                 assert ANSWER.split()[0].encode() not in data
