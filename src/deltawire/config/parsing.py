@@ -111,6 +111,7 @@ def parse_config(raw: dict[str, Any], *, source: str, created_by: str = "") -> R
         _controller_fault(config),
         _allocation_fault(config),
         _lengths_fault(config),
+        _lineages_fault(config),
         _sharing_fault(config),
     ):
         if found:
@@ -160,6 +161,16 @@ def _lengths_fault(config: RunConfig) -> tuple[str, str] | None:
         if found:
             return f"train.loss.lengths[{number}]: {found[0]}", found[1]
     return None
+
+
+def _lineages_fault(config: RunConfig) -> tuple[str, str] | None:
+    """Why an answer could be trained on twice, and what to do; None if it could not."""
+    days, age_s = config.retain.lineage_days, config.live.max_age_s
+    if not days or days * 86_400.0 >= age_s:
+        return None
+    reason = f"retain.lineage_days = {days:g} forgets which answers were trained on before they "
+    reason += f"are too old for it (live.max_age_s = {age_s:g})"
+    return reason, f"set retain.lineage_days to {age_s / 86_400.0:.3g} or more"
 
 
 def _sharing_fault(config: RunConfig) -> tuple[str, str] | None:

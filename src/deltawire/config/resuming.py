@@ -78,6 +78,7 @@ RESUMABLE: Final[dict[str, str]] = {
     "retain.checkpoints": "step",
     "retain.proofs": "step",
     "retain.captures_days": "start",
+    "retain.lineage_days": "start",
     "retain.feedback_days": "start",
     "workers.allow": "step",
     "workers.quota": "step",

@@ -30,6 +30,9 @@ class RetainConfig(Section, frozen=True, kw_only=True):
     """Keep answers of live users for this many days, and at most one more."""
     feedback_days: Annotated[float, Meta(ge=0, le=1e5)] = 0.0
     """Keep reports about answers that were served in the last so many days, and one more."""
+    lineage_days: Annotated[float, Meta(ge=0, le=1e5)] = 0.0
+    """Keep for so many days of which answers each group was made, and longer while anything of the
+    group is stored. An erasure after that names no versions that were trained on those answers."""
     checkpoints: Annotated[int, Meta(ge=0, le=10**9)] = 2
     """Keep this many states of the trainer."""
     proofs: Annotated[int, Meta(ge=0, le=1_000)] = 0

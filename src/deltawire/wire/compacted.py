@@ -1,10 +1,11 @@
 """Compacted segments: the rows of many segments of one stream in one object, and its index.
 
-Segments of captures and feedback are small and many. A compacted segment,
-``live/compacted/<stream>/<gateway>/<last>-<first>-<nonce>``, holds the rows of the segments from
-``first`` to ``last``. Its index, ``live/index/…`` with the same name, says whose rows those are and
-from when. ``live/compacting/…`` announces the two while they are stored, and holds nothing. All are
-created once and never replaced: first the announcement, then the index, then the segment.
+Segments of captures and feedback, and lineages, are small and many. A compacted segment,
+``live/compacted/<stream>/<owner>/<last>-<first>-<nonce>``, holds the rows of the segments from
+``first`` to ``last`` of a gateway, or the lineages of those groups of a learner. Its index,
+``live/index/…`` with the same name, says whose rows those are and from when. ``live/compacting/…``
+announces the two while they are stored, and holds nothing. All are created once and never replaced:
+first the announcement, then the index, then the segment.
 
 A compacted segment ends in the BLAKE3 of its other bytes, and the index is sealed, so one sound
 read of either is enough. Without rows they are void.
@@ -31,20 +32,20 @@ MAX_COMPACTED_ROWS = 1 << 20
 MAX_INDEX_BYTES = 64 << 20
 MAX_INDEX_USERS = 1 << 20
 
-Stream = Literal["captures", "feedback"]
+Stream = Literal["captures", "feedback", "lineage"]
 _HASH_BYTES = 32
 _Name = Annotated[str, Meta(max_length=64)]
 
 
 class NumberedRow(NamedTuple):
-    """The encoded row of a segment, and the segment's number."""
+    """The encoded row of a segment, and the segment's number; or a lineage, and its group's."""
 
     number: int
     data: bytes
 
 
 class CompactedName(NamedTuple):
-    """Where a compacted segment is: its stream, the gateway, and its name."""
+    """Where a compacted segment is: its stream, the gateway or learner, and its name."""
 
     stream: Stream
     owner: str

@@ -48,6 +48,13 @@ LIVE_LINEAGE = "live/lineage/"
 LIVE_COMPACTED = "live/compacted/"
 LIVE_INDEX = "live/index/"
 LIVE_COMPACTING = "live/compacting/"
+LINEAGE_PLACES = (
+    LIVE_LINEAGE,
+    f"{LIVE_COMPACTED}lineage/",
+    f"{LIVE_INDEX}lineage/",
+    f"{LIVE_COMPACTING}lineage/",
+)
+"""Prefixes of what a learner stores of its lineages, each followed by its name."""
 LIVE_DECISIONS = "live/decisions/"
 LIVE_OPERATOR = "live/operator.json"
 LIVE_DECIDER = "live/decider.json"
@@ -300,7 +307,12 @@ def interval_of(key: str) -> tuple[int, int] | None:
 
 def proof_salt(worker: str, sequence: int) -> str:
     """Returns the key of the random bytes in the commitment to a worker's group."""
-    return f"{PROOF_SALTS}{_checked(worker)}/{_number(sequence)}"
+    return f"{proof_salts_of(worker)}{_number(sequence)}"
+
+
+def proof_salts_of(worker: str) -> str:
+    """Returns the prefix of the random bytes in the commitments to all of a worker's groups."""
+    return f"{PROOF_SALTS}{_checked(worker)}/"
 
 
 def child(fork: str) -> str:
@@ -444,6 +456,14 @@ def live_feedback(gateway: str, number: int) -> str:
 def live_lineage(worker: str, sequence: int) -> str:
     """Returns the key of the list of answers that a worker's ``sequence``-th group was made of."""
     return f"{LIVE_LINEAGE}{_checked(worker)}/{_number(sequence)}"
+
+
+def lineage_of(key: str) -> tuple[str, int] | None:
+    """Returns worker and sequence in the key of a lineage; None for any other key."""
+    worker, _, number = key.removeprefix(LIVE_LINEAGE).partition("/")
+    sequence = trailing_number(key)
+    known = key.startswith(LIVE_LINEAGE) and valid_name(worker) and "/" not in number
+    return None if sequence is None or not known else (worker, sequence)
 
 
 def live_segments(stream: str, owner: str) -> str:

@@ -84,8 +84,9 @@ def role_for(key: str) -> str | None:
     if key.startswith(keys.REFERENCES):
         return REFERENCE_ROLE
     if key.startswith(keys.LIVE):
-        if key.startswith(keys.LIVE_LINEAGE):
-            return worker_role(key.removeprefix(keys.LIVE_LINEAGE).partition("/")[0])
+        for place in keys.LINEAGE_PLACES:
+            if key.startswith(place):
+                return worker_role(key.removeprefix(place).partition("/")[0])
         return GATEWAY_ROLE
     if key.startswith(keys.HEARTBEATS):
         process = keys.process_of(key)

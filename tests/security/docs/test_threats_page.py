@@ -74,26 +74,30 @@ EVALUATORS = [key for key in PROCESSES if "evaluator" in key]
 SCORES = keys.reference("w0", 0)
 REFERENCES = [SCORES, *(key for key in PROCESSES if "reference" in key)]
 COMPACTED = [
-    keys.live_compacted("captures", "g0", "0"), keys.live_index("captures", "g0", "0"),
-    keys.live_compacting("captures", "g0", "0"),
-]  # fmt: skip
+    place(stream, "g0", "0")
+    for stream in ("captures", "feedback")
+    for place in (keys.live_compacted, keys.live_index, keys.live_compacting)
+]
 GATEWAYS = [
     keys.live_gateway("g0"), keys.live_captures("g0", 0), keys.live_feedback("g0", 0),
     keys.live_decision(0), keys.live_forgotten("0" * 32), keys.LIVE_DECIDER, keys.LIVE_OPERATOR,
     *COMPACTED,
 ]  # fmt: skip
-LINEAGE = keys.live_lineage("WORKER", 0)
+LINEAGE = [
+    keys.live_lineage("WORKER", 0), keys.live_compacted("lineage", "WORKER", "0"),
+    keys.live_index("lineage", "WORKER", "0"), keys.live_compacting("lineage", "WORKER", "0"),
+]  # fmt: skip
 PROOFS = [keys.proof_salt("w0", 0), keys.child("try")]
 EVERY = [
     keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a",
     *WEIGHTS, *TRAINERS, *WORKERS, *OTHERS, *PROCESSES, SCORES, keys.TINKER_SERVER,
-    *GATEWAYS, LINEAGE, keys.readers("HOST-5f3a0c1e"), *PROOFS,
+    *GATEWAYS, *LINEAGE, keys.readers("HOST-5f3a0c1e"), *PROOFS,
 ]  # fmt: skip
 OWNERS = [keys.RUN, keys.role("trainer"), f"{STORE_PROBES}a", *WEIGHTS, *PROOFS]
 NEVER_BY_TRAINER = {
     *PROOFS,
     keys.role("trainer"), keys.rollout("w0", 0), keys.rollout("WORKER", 0), SCORES,
-    keys.TINKER_SERVER, LINEAGE, keys.readers("HOST-5f3a0c1e"), *GATEWAYS,
+    keys.TINKER_SERVER, *LINEAGE, keys.readers("HOST-5f3a0c1e"), *GATEWAYS,
 }  # fmt: skip
 MAY_WRITE = {
     "owner": set(OWNERS),
@@ -102,7 +106,7 @@ MAY_WRITE = {
     "evaluator": set(EVALUATORS),
     "reference": set(REFERENCES),
     "gateway": set(GATEWAYS),
-    "learner": {*WORKERS, LINEAGE},
+    "learner": {*WORKERS, *LINEAGE},
     "reader": {keys.readers("HOST-5f3a0c1e")},
     "viewer": set(),
 }
@@ -113,7 +117,7 @@ MAY_DELETE = {
     "reference": set(),
     # Which it merges, and rows of whom it forgets.
     "gateway": {keys.live_captures("g0", 0), keys.live_feedback("g0", 0), *COMPACTED},
-    "learner": set(),
+    "learner": set(LINEAGE),
     "reader": set(),
     "viewer": set(),
 }

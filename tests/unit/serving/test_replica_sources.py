@@ -216,3 +216,65 @@ def test_a_name_without_an_address_is_named(monkeypatch):
 def test_a_url_that_names_no_replicas_is_refused(url):
     with pytest.raises(InputError):
         ReplicaName(url)
+
+
+def test_a_file_is_read_up_to_a_size_and_each_url_counts_once(tmp_path):
+    path = tmp_path / "replicas"
+    path.write_text("http://a:1\n http://b:1/ \nhttp://a:1/\n#http://c:1\n")
+    assert ReplicaFile(str(path)).read() == ("http://a:1", "http://b:1")
+    path.write_text("# " + "x" * replica_sources.MAX_FILE_BYTES + "\nhttp://a:1\n")
+    with pytest.raises(InputError, match="more than 1 MiB"):
+        ReplicaFile(str(path)).read()
+
+
+def test_two_reads_in_a_row_that_a_fault_parts_are_not_two(bucket, tmp_path, caplog):
+    async def go():
+        path = tmp_path / "replicas"
+        async with followed(bucket, path) as (_, urls, replicas, follower, _):
+            both = "\n".join(urls[:2])
+            for text in (both, "", "", both):
+                path.write_text(text)
+                await follower.poll()
+                assert names(replicas) == {name_of(urls[0])}
+            await follower.poll()
+            assert names(replicas) == set(map(name_of, urls[:2]))
+
+    asyncio.run(go())
+    said = [one for one in caplog.records if "the replicas before stay in use" in one.message]
+    assert len(said) == 1, "a fault that stays is named once"
+
+
+def test_a_source_that_fails_in_an_unknown_way_ends_no_following(bucket, tmp_path, monkeypatch):
+    async def go():
+        path = tmp_path / "replicas"
+        monkeypatch.setattr(replica_sources, "READ_EVERY_S", 0.01)
+        async with followed(bucket, path) as (_, urls, replicas, follower, _):
+            failed = []
+
+            def fail():
+                failed.append(1)
+                raise ValueError("odd")
+
+            monkeypatch.setattr(follower._source, "read", fail)
+            await until(lambda: len(failed) > 2)
+            monkeypatch.undo()
+            path.write_text("\n".join(urls[:2]))
+            await until(lambda: names(replicas) == set(map(name_of, urls[:2])))
+
+    asyncio.run(go())
+
+
+def test_a_replica_with_an_upstreams_name_is_refused(bucket, tmp_path):
+    async def go():
+        path = tmp_path / "replicas"
+        async with followed(bucket, path) as (_, urls, replicas, follower, _):
+            upstream = VllmReplica(urls[1], None, key="")
+            upstream.upstream = "openai"
+            replicas._members.append(replica_sets.TrackedReplica(upstream))
+            path.write_text("\n".join(urls[:2]))
+            for _ in range(3):
+                await follower.poll()
+            assert len(replicas.members) == 2, "nothing is replaced"
+            replicas._members.pop()
+
+    asyncio.run(go())

@@ -145,8 +145,8 @@ def _answers(bucket: Bucket, group: Group, sequence: int) -> list[str]:
     """Returns the ids of the users' answers that a learner's group was made of, else none."""
     if group.task != LIVE_TASK or group.family != LIVE_TASK:
         return []
-    found = read_lineage(bucket, keys.live_lineage(group.worker, sequence))
-    return [one.answer for lineage in found for one in lineage.answers]
+    found = read_lineage(bucket, group.worker, sequence)
+    return [] if found is None else [one.answer for one in found.answers]
 
 
 def rows_of(

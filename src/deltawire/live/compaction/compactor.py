@@ -65,7 +65,8 @@ class _Input:
 class StreamCompactor:
     """Compacts one stream of one gateway, or the lineages of one learner.
 
-    ``alarm`` names what could not be read; it stays where it is, and the rest is compacted.
+    ``alarm`` names what could not be read; it stays where it is, and the rest is compacted. Only
+    segments with numbers less than what ``below`` returns are compacted; without it, all.
 
     Example::
 
@@ -79,6 +80,7 @@ class StreamCompactor:
         owner: str,
         *,
         clock: Callable[[], float] = time.time,
+        below: Callable[[], int] | None = None,
     ) -> None:
         self.alarm = ""
         self.stream = rows_of.stream
@@ -86,6 +88,7 @@ class StreamCompactor:
         self._rows_of = rows_of
         self._owner = owner
         self._clock = clock
+        self._below = below
         self._indexes: dict[CompactedName, CompactedIndex] = {}
         """Indexes that were read; they never change."""
         self._may_delete = False
@@ -131,7 +134,7 @@ class StreamCompactor:
         if index.oldest >= before - (EXPIRED_ROWS_S if index.newest >= before else 0.0):
             return 0
         rows = self._rows_of.compacted(self._bucket, place) or []
-        left = [row for row in rows if self._rows_of.at(row) >= before]
+        left = self._rows_of.younger(self._bucket, rows, before)
         if len(left) < len(rows):
             replace_compacted(self._bucket, self._rows_of, place, left)
         return len(rows) - len(left)
@@ -167,6 +170,9 @@ class StreamCompactor:
             for number, one in listed.items()
             if number not in kept or self._age_s(one.modified.timestamp()) > SETTLED_S
         ]
+        if self._below is not None and found:
+            below = self._below()
+            found = [one for one in found if one.first < below]
         for place, one in listing.segments.items():
             first, last = place.span
             if one.bytes < FULL_BYTES:

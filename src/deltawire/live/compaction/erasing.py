@@ -25,15 +25,23 @@ def erase_compacted(bucket: Bucket, rows_of: StreamRows, users: Set[str]) -> Cou
     """
     found: Counter[str] = Counter()
     for owner in compacted_owners(bucket, rows_of.stream):
+        found += erase_owner(bucket, rows_of, owner, users)
+    return found
+
+
+def erase_owner(bucket: Bucket, rows_of: StreamRows, owner: str, users: Set[str]) -> Counter[str]:
+    """Takes ``users`` out of the compacted segments of one gateway or learner, as
+    `erase_compacted`."""
+    found: Counter[str] = Counter()
+    listing = list_compacted(bucket, rows_of.stream, owner)
+    if pending := listing.pending.keys() - listing.segments.keys():
+        for place in pending:
+            void_pending(bucket, place)
+        # Their writers may have come first. Later announcements have none of the users.
         listing = list_compacted(bucket, rows_of.stream, owner)
-        if pending := listing.pending.keys() - listing.segments.keys():
-            for place in pending:
-                void_pending(bucket, place)
-            # Their writers may have come first. Later announcements have none of the users.
-            listing = list_compacted(bucket, rows_of.stream, owner)
-        for place in listing.names:
-            if _may_hold(bucket, listing, place, users):
-                found += _erase(bucket, rows_of, place, users)
+    for place in listing.names:
+        if _may_hold(bucket, listing, place, users):
+            found += _erase(bucket, rows_of, place, users)
     return found
 
 

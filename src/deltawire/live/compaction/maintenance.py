@@ -6,9 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping
+from functools import partial
 
 from deltawire.config.retention import RetainConfig
 from deltawire.live.compaction.compactor import StreamCompactor
+from deltawire.live.compaction.lineage_rows import LineageRows, settled_below
 from deltawire.live.compaction.stream_rows import ServedRows
 from deltawire.store import Bucket
 from deltawire.wire.compacted import Stream
@@ -21,13 +23,23 @@ _LOG = logging.getLogger("deltawire.live")
 
 def days_of(retain: RetainConfig) -> dict[Stream, float]:
     """Returns for how many days the rows of each stream are kept; 0 keeps everything."""
-    return {"captures": retain.captures_days, "feedback": retain.feedback_days}
+    return {
+        "captures": retain.captures_days,
+        "feedback": retain.feedback_days,
+        "lineage": retain.lineage_days,
+    }
 
 
 def gateway_compactors(bucket: Bucket, gateway: str) -> list[StreamCompactor]:
     """Returns what compacts the streams of a gateway."""
     streams: tuple[Stream, ...] = ("captures", "feedback")
     return [StreamCompactor(bucket, ServedRows(stream), gateway) for stream in streams]
+
+
+def learner_compactor(bucket: Bucket, worker: str) -> StreamCompactor:
+    """Returns what compacts the lineages of a learner: those of settled groups."""
+    below = partial(settled_below, bucket, worker)
+    return StreamCompactor(bucket, LineageRows(), worker, below=below)
 
 
 class MaintenanceThread(threading.Thread):

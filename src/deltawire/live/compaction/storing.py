@@ -23,7 +23,6 @@ from collections.abc import Sequence
 
 from deltawire.errors import UnreadableError
 from deltawire.live.compaction.stream_rows import StreamRows
-from deltawire.live.forgotten import forgotten_users
 from deltawire.runtime.compacted_segments import require_compacted, require_index
 from deltawire.store import Bucket
 from deltawire.wire import keys
@@ -57,7 +56,7 @@ def store_compacted(
         name = keys.live_compacted_name(min(numbers), max(numbers), secrets.token_hex(16))
         place = CompactedName(rows_of.stream, owner, name)
         bucket.create(place.announcement_key, b"")
-        kept = list(rows_of.without(rows, _forgotten(bucket)))
+        kept = list(rows_of.unerased(bucket, rows))
         if kept and not _store(bucket, rows_of, place, kept):
             continue  # An erasure made both void; they stay until they are old.
         bucket.delete(place.announcement_key)
@@ -128,8 +127,3 @@ def _index_of(
         newest=max(times),
         users=sorted({user for row in rows for user in rows_of.users(row)}),
     )
-
-
-def _forgotten(bucket: Bucket) -> frozenset[str]:
-    """Returns who was forgotten, by two listings: one that came back short leaves nobody out."""
-    return forgotten_users(bucket) | forgotten_users(bucket)

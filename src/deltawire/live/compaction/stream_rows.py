@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from deltawire.errors import CorruptError
+from deltawire.live.forgotten import forgotten_users
 from deltawire.runtime.compacted_segments import require_compacted
 from deltawire.store import Bucket
 from deltawire.sync.chain.evidence import require_agreed, unreadable
@@ -46,6 +47,16 @@ class StreamRows(Protocol):
 
     def without(self, rows: Sequence[NumberedRow], users: Collection[str]) -> Sequence[NumberedRow]:
         """Returns the rows without these users; the same rows if they hold none of them."""
+
+    def unerased(self, bucket: Bucket, rows: Sequence[NumberedRow]) -> Sequence[NumberedRow]:
+        """Returns the rows without users whose erasure has taken them out of these rows, or will
+        not look for them there any more. Raises `RetryError` and `UnreadableError`."""
+
+    def younger(
+        self, bucket: Bucket, rows: Sequence[NumberedRow], before: float
+    ) -> Sequence[NumberedRow]:
+        """Returns the rows without those from before a time that nothing needs any more. Raises
+        `RetryError`."""
 
 
 class _Facts(msgspec.Struct):
@@ -115,6 +126,18 @@ class ServedRows:
         """Leaves out the rows of these users."""
         kept = [row for row in rows if self._facts(row).user not in users]
         return rows if len(kept) == len(rows) else kept
+
+    def unerased(self, bucket: Bucket, rows: Sequence[NumberedRow]) -> Sequence[NumberedRow]:
+        """Leaves out the rows of users who were forgotten, by two listings: one that came back
+        short leaves nobody in."""
+        return self.without(rows, forgotten_users(bucket) | forgotten_users(bucket))
+
+    def younger(
+        self, bucket: Bucket, rows: Sequence[NumberedRow], before: float
+    ) -> Sequence[NumberedRow]:
+        """Leaves out the rows from before a time."""
+        del bucket
+        return [row for row in rows if self.at(row) >= before]
 
     def _facts(self, row: NumberedRow) -> _Facts:
         return msgspec.msgpack.decode(row.data, type=prepared(_Facts))

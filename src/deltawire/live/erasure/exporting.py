@@ -36,9 +36,8 @@ def export_user(bucket: Bucket, users: Collection[str]) -> Iterator[dict[str, An
         row = msgspec.to_builtins(report)
         row["report"] = row.pop("kind")
         yield {"kind": "feedback", "gateway": gateway, **row}
-    for lineage in require_lineages(bucket):
-        if any(one.user in users for one in lineage.answers):
-            yield from _learned(bucket, lineage, users)
+    for lineage in require_lineages(bucket, users=users):
+        yield from _learned(bucket, lineage, users)
     for user in sorted(users):
         yield from _records(bucket, user)
 

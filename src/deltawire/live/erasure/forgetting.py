@@ -23,7 +23,8 @@ import msgspec
 from blake3 import blake3
 
 from deltawire.errors import InputError, RetryError
-from deltawire.live.compaction.erasing import erase_compacted
+from deltawire.live.compaction.erasing import erase_compacted, erase_owner
+from deltawire.live.compaction.lineage_rows import LineageRows
 from deltawire.live.compaction.stream_rows import ServedRows
 from deltawire.live.erasure.stored_rows import require_rows
 from deltawire.live.erasure.user_groups import Place, UserGroups
@@ -91,7 +92,7 @@ def forget_pseudonyms(
     continues.
     """
     before = {user: _known(bucket, keys.live_forgotten(user)) for user in users}
-    mine = _lineages_of(bucket, users, no_learners)
+    mine = require_lineages(bucket, users=users, without=no_learners)
     writers = _writers(bucket, mine, learners)
     records = [before[user] or Forgotten(run=run.id, user=user, at=time.time()) for user in users]
     for record in records:
@@ -99,7 +100,7 @@ def forget_pseudonyms(
             bucket.put(keys.live_forgotten(record.user), encode_json(record))
     if None in before.values():
         # A learner that had not seen the record may have stored a group meanwhile.
-        mine = _lineages_of(bucket, users, no_learners)
+        mine = require_lineages(bucket, users=users, without=no_learners)
         writers = _writers(bucket, mine, learners)
     places = {user: {(one.worker, one.sequence) for one in _of(mine, {user})} for user in users}
     emptied = {one.user: set(one.groups) - places[one.user] for one in records}
@@ -111,8 +112,9 @@ def forget_pseudonyms(
     # Stored before anything is deleted: a run that stops in between forgets no version.
     records = _name_versions(bucket, records, used, emptied=emptied)
     for name in no_learners:
-        for key in listed_twice(bucket, f"{keys.LIVE_LINEAGE}{name}/"):
-            bucket.delete(key)
+        for prefix in keys.LINEAGE_PLACES:
+            for key in listed_twice(bucket, f"{prefix}{name}/"):
+                bucket.delete(key)
     deleted = _delete_rows(bucket, users)
     records = [
         msgspec.structs.replace(
@@ -147,12 +149,6 @@ def _as_one(records: Sequence[Forgotten]) -> Forgotten:
         groups=sorted({group for one in records for group in one.groups}),
         versions=sorted({version for one in records for version in one.versions}),
     )
-
-
-def _lineages_of(
-    bucket: Bucket, users: Collection[str], no_learners: Collection[str]
-) -> list[Lineage]:
-    return _of(require_lineages(bucket, without=no_learners), users)
 
 
 def _of(lineages: Iterable[Lineage], users: Collection[str]) -> list[Lineage]:
@@ -233,12 +229,15 @@ def _delete_groups(
             gone = users | others.get(place, set())
             writer = writers[lineage.worker]
             bucket.delete(keys.reference(*place))
+            bucket.delete(keys.proof_salt(*place))
             if place in used.settled:
                 bucket.delete(keys.rollout(*place))
             else:
                 _empty(writer, lineage, gone)
-            bucket.delete(keys.proof_salt(*place))
-            writer.put(keys.live_lineage(*place), encode_json(without_users(lineage, gone)))
+            _empty_lineage(writer, lineage, gone)
+        for name, writer in writers.items():
+            # After the keys: their lineages may move into compacted segments meanwhile.
+            erase_owner(writer, LineageRows(kept=kept), name, users)
         done = others
 
 
@@ -264,6 +263,13 @@ def _empty(bucket: Bucket, lineage: Lineage, users: Set[str]) -> None:
         return
     group = decode_group(data, run=bucket.url, key=key)
     bucket.put(key, encode_group(group_without_users(group, lineage, users)))
+
+
+def _empty_lineage(bucket: Bucket, lineage: Lineage, users: Set[str]) -> None:
+    """Takes these users out of a lineage at its key, unless it is in a compacted segment only."""
+    key = keys.live_lineage(lineage.worker, lineage.sequence)
+    if bucket.is_listed(key) or bucket.is_listed(key):
+        bucket.put(key, encode_json(without_users(lineage, users)))
 
 
 def _hash_of(bucket: Bucket, worker: str, sequence: int) -> str:

@@ -21,6 +21,11 @@ from deltawire.chat.requests import text_of
 from deltawire.config import RunConfig
 from deltawire.errors import FencedError, InputError, RetryError
 from deltawire.events import Evaluated
+from deltawire.live.compaction.maintenance import (
+    MaintenanceThread,
+    days_of,
+    learner_compactor,
+)
 from deltawire.live.learning.edits import EditEncoder
 from deltawire.live.learning.grouping import (
     GroupMaker,
@@ -408,5 +413,12 @@ def run_learner(process: Process, *, report: Callable[[str], None]) -> None:
     with process.heartbeat.long_task("start"):
         loop = LearnerLoop(process, run, config, report=report)
     report(f"joined run {config.name} as {process.name}")
-    loop.run()
+    maintenance = MaintenanceThread(
+        [learner_compactor(process.bucket, process.name)], days_of(config.retain)
+    )
+    maintenance.start()
+    try:
+        loop.run()
+    finally:
+        maintenance.close()
     process.record_life("stopped")

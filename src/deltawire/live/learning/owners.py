@@ -14,11 +14,13 @@ one that it reads later (`deltawire.rl.control.trained_answers`).
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from deltawire.errors import CorruptError
-from deltawire.rl.control.lineages import read_lineage
+from deltawire.rl.control.lineages import decode_lineages, read_lineage
+from deltawire.runtime.compacted_segments import newer_than, read_compacted
 from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket
 from deltawire.wire import keys
@@ -99,6 +101,8 @@ class OtherLineages:
         self._own = f"{keys.LIVE_LINEAGE}{name}/"
         self._read: dict[str, str] = {}
         self._unread: set[str] = set()
+        self._gaps: dict[str, int | None] = {}
+        """By worker, the last lineage before some that may be compacted."""
 
     def skip(self, lineage: Lineage) -> None:
         """Leaves out the lineages of a worker up to this one, which was read elsewhere."""
@@ -114,15 +118,56 @@ class OtherLineages:
         ]
         for place in places:
             if place != self._own:
-                for key in self._bucket.list(place, after=self._read.get(place)):
-                    self._unread.add(key)
-                    self._read[place] = key
+                last = self._read.get(place)
+                listed = list(self._bucket.list(place, after=last))
+                if has_gap(listed, last):
+                    number = None if last is None else keys.trailing_number(last)
+                    self._gaps.setdefault(_worker_of(place), number)
+                self._unread.update(listed)
+                if listed:
+                    self._read[place] = listed[-1]
         for key in sorted(self._unread):
+            sequence = keys.trailing_number(key)
             try:
-                found = read_lineage(self._bucket, key)
+                found = (
+                    None
+                    if sequence is None
+                    else read_lineage(self._bucket, _worker_of(key), sequence)
+                )
             except CorruptError:
                 # It stays unread, and is read again at the next look. Until then its answers may be
                 # taken twice here; the trainer refuses the second group.
                 continue
             self._unread.discard(key)
+            if found is not None:
+                yield found
+        yield from self._compacted()
+
+    def _compacted(self) -> Iterator[Lineage]:
+        """Yields lineages that were compacted before they were listed: this learner stood still."""
+        for worker, number in list(self._gaps.items()):
+            found, whole = [], True
+            for name in newer_than(self._bucket, "lineage", worker, number):
+                try:
+                    rows = read_compacted(self._bucket, name)
+                    found += decode_lineages(rows or (), worker, run=self._bucket.url, key=name.key)
+                except CorruptError:
+                    # As above: it is read again, and the trainer refuses a second group.
+                    rows = None
+                whole = whole and rows is not None
+            if whole:
+                del self._gaps[worker]
             yield from found
+
+
+def has_gap(listed: Sequence[str], last: str | None) -> bool:
+    """Returns whether numbers are missing between the last object that was read, or the beginning,
+    and those that are listed: they may be compacted."""
+    numbers = [keys.trailing_number(key) for key in (*([last] if last else ()), *listed)]
+    found = [number for number in numbers if number is not None]
+    begins = bool(found) and last is None and found[0] > 0
+    return begins or any(after != before + 1 for before, after in itertools.pairwise(found))
+
+
+def _worker_of(key: str) -> str:
+    return key.removeprefix(keys.LIVE_LINEAGE).partition("/")[0]

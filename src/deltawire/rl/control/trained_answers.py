@@ -11,13 +11,10 @@ from __future__ import annotations
 import threading
 
 from deltawire.errors import CorruptError
-from deltawire.rl.control.lineages import read_lineages
+from deltawire.rl.control.lineages import read_lineage, read_lineages
 from deltawire.rl.control.released_groups import ReleasedGroups
 from deltawire.store import Bucket
-from deltawire.wire import keys
 from deltawire.wire.ledger import Ledger
-from deltawire.wire.lineage import MAX_LINEAGE_BYTES, Lineage
-from deltawire.wire.objects import decode_json
 from deltawire.wire.rollouts import LIVE_TASK, Group
 from deltawire.wire.run import Run
 
@@ -58,18 +55,12 @@ class TrainedAnswers:
         with self._lock:
             if self._holders is None:
                 self._holders = self._settled_answers()
-        key = keys.live_lineage(group.worker, sequence)
         for _ in range(READS):
-            data = self._bucket.get(key, limit=MAX_LINEAGE_BYTES)
-            if data is None:
-                continue
             try:
-                lineage = decode_json(data, Lineage, run=self._bucket.url, key=key)
+                lineage = read_lineage(self._bucket, group.worker, sequence)
             except CorruptError:
                 continue
-            place = lineage.worker, lineage.sequence
-            same = len(lineage.answers) == len(group.trajectories)
-            if place == (group.worker, sequence) and same:
+            if lineage is not None and len(lineage.answers) == len(group.trajectories):
                 return [one.answer for one in lineage.answers]
         return None
 

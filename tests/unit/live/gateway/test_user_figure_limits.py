@@ -101,3 +101,10 @@ def test_windows_that_two_threads_sum_up_count_once(monkeypatch):
     assert sum(one.answers for w in figures.windows() for one in w.counts) == 1
     assert met
     assert sum(one.answers for w in figures.windows() for one in w.counts) == 1
+
+
+def test_windows_that_no_reader_would_take_are_left_out_of_the_state(figures, caplog):
+    """What else the state says is needed."""
+    answered(figures, "a", labels=[Label("client", "x\udcff")])
+    assert figures.stated() == []
+    assert "figures of users are left out" in caplog.text

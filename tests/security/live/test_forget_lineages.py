@@ -1,0 +1,247 @@
+"""An erasure meets a compaction of lineages at any request of either, or one that was killed."""
+
+import itertools
+
+import pytest
+from forgotten_users import BOB, CAROL
+from live_answers import NOW
+from stored_lineages import compact_lineages, lineage_of, merge_early, start_settled
+
+from deltawire.errors import InputError
+from deltawire.live.erasure.forgetting import (
+    GroupsNeededError,
+    forget_pseudonyms,
+    forget_user,
+)
+from deltawire.rl.control.lineages import read_lineages, require_lineages
+from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.wire import keys
+from deltawire.wire.lineage import Forgotten, without_users
+from deltawire.wire.objects import decode_json
+
+DRILLS = pytest.mark.drills
+COUNT = 6
+EACH = [11, pytest.param(1, marks=DRILLS)]
+"""Every eleventh request, or each."""
+OWNERS = {0: [BOB], 2: [CAROL, BOB], 4: [CAROL]}
+
+
+@pytest.fixture(autouse=True)
+def _few_rows(monkeypatch):
+    merge_early(monkeypatch)
+
+
+class KilledError(Exception):
+    """The process is gone."""
+
+
+class Meeting(DelegatingBucket):
+    """Calls ``meet`` before its ``at``-th request, or after it; is killed so many requests later
+    (``ends``), if at all."""
+
+    def __init__(self, inner, at, meet, *, after=False, ends=None):
+        super().__init__(inner)
+        self.left, self.meet, self.after, self.ends = at, meet, after, ends
+
+    def _call(self, verb, key, operation):
+        self.left -= 1
+        if self.left == 0 and not self.after:
+            self.meet()
+        found = operation()
+        if self.left == 0 and self.after:
+            self.meet()
+        if self.ends is not None and self.left <= -self.ends:
+            raise KilledError
+        return found
+
+
+def lineages():
+    return [
+        lineage_of(n, [*OWNERS.get(n, []), f"{n:032x}", f"{99 + n:032x}"], at=NOW + n)
+        for n in range(COUNT)
+    ]
+
+
+def stored():
+    bucket = open_bucket("memory://")
+    return bucket, start_settled(bucket, lineages())
+
+
+def compact(bucket, **options):
+    return compact_lineages(bucket, **options)
+
+
+def forgotten(bucket, run, user):
+    """Erases a user; returns the versions that were trained on it."""
+    return forget_user(bucket, run, user).versions
+
+
+def assert_whole(bucket, gone):
+    """Nothing of these users is stored, and all lineages can be read without them."""
+    for key in bucket.list(""):
+        data = bucket.get(key, limit=1 << 28)
+        if not key.startswith(keys.LIVE_FORGOTTEN):
+            assert not [user for user in gone if user.encode() in data], key
+    assert read_lineages(bucket) == [without_users(one, gone) for one in lineages()]
+    for user in gone:
+        key = keys.live_forgotten(user)
+        record = decode_json(bucket.get(key, limit=1 << 20), Forgotten, run="", key=key)
+        wanted = [("live", n) for n, owners in OWNERS.items() if user in owners]
+        assert (record.groups, record.versions) == (wanted, [1])
+    with_them = {n for n, owners in OWNERS.items() if set(owners) & set(gone)}
+    left = {keys.trailing_number(key) for key in bucket.list(keys.rollouts_of("live"))}
+    assert left == set(range(COUNT)) - with_them
+
+
+def test_a_user_is_taken_out_of_compacted_lineages():
+    bucket, run = stored()
+    compact(bucket)
+    assert len(bucket.list(keys.LIVE_LINEAGE)) == 2
+    assert forgotten(bucket, run, BOB) == [1]
+    assert_whole(bucket, [BOB])
+    assert len(bucket.list(keys.LIVE_LINEAGE)) == 2, "none is stored at its key again"
+    assert require_lineages(bucket, users=[BOB]) == []
+    compact(bucket, clock=lambda: 1e12)
+    assert_whole(bucket, [BOB])
+    assert forgotten(bucket, run, CAROL) == [1]
+    assert_whole(bucket, [BOB, CAROL])
+
+
+@pytest.mark.parametrize("each", EACH)
+@pytest.mark.parametrize(
+    ("after", "ends"),
+    [(False, None), *(pytest.param(True, n, marks=DRILLS) for n in (None, 0, 1, 2, 5))],
+)
+def test_an_erasure_at_any_request_of_a_compaction_leaves_nothing(after, ends, each):
+    for at in itertools.count(1, each):
+        bucket, run = stored()
+        meeting = Meeting(
+            bucket, at, lambda b=bucket, r=run: forgotten(b, r, BOB), after=after, ends=ends
+        )
+        try:
+            compact(meeting)
+        except KilledError:
+            assert_whole(bucket, [BOB])
+        if meeting.left > 0:
+            break
+        assert_whole(bucket, [BOB])
+        compact(bucket, clock=lambda: 1e12)
+        assert_whole(bucket, [BOB])
+        forgotten(bucket, run, CAROL)
+        assert_whole(bucket, [BOB, CAROL])
+    assert at > 20, "reading, storing and deleting lineages are requests to meet at"
+
+
+@pytest.mark.parametrize("each", EACH)
+@pytest.mark.parametrize(
+    ("after", "before"), [(False, True), pytest.param(True, False, marks=DRILLS)]
+)
+def test_a_compaction_at_any_request_of_an_erasure_leaves_nothing(after, before, each):
+    """Of lineages, and of objects that were compacted ``before`` and are merged meanwhile."""
+    for at in itertools.count(1, each):
+        bucket, run = stored()
+        if before:
+            compact(bucket)
+        meeting = Meeting(bucket, at, lambda b=bucket: compact(b, clock=lambda: 1e12), after=after)
+        forgotten(meeting, run, BOB)
+        if meeting.left > 0:
+            break
+        assert_whole(bucket, [BOB])
+    assert at > 20, "an erasure has requests to meet at"
+
+
+@pytest.mark.parametrize("each", EACH)
+@pytest.mark.parametrize(
+    "before", [True, pytest.param(False, marks=DRILLS)], ids=["compacted", "meanwhile"]
+)
+def test_an_erasure_that_is_killed_anywhere_ends_when_it_runs_again(before, each):
+    """Also if a compaction, and the erasure of another user of the same objects, come first."""
+    for at in itertools.count(1, each):
+        bucket, run = stored()
+        if before:
+            compact(bucket)
+        killed = Meeting(bucket, at, lambda: None, ends=0)
+        try:
+            forgotten(killed, run, BOB)
+        except KilledError:
+            pass
+        else:
+            break
+        compact(bucket, clock=lambda: 1e12)
+        assert forgotten(bucket, run, CAROL) == [1]
+        assert forgotten(bucket, run, BOB) == [1]
+        assert_whole(bucket, [BOB, CAROL])
+    assert at > 20
+
+
+@DRILLS
+def test_two_erasures_of_users_of_one_object_leave_nothing_of_either():
+    for after in (False, True):
+        for at in itertools.count(1):
+            bucket, run = stored()
+            compact(bucket)
+            meeting = Meeting(
+                bucket, at, lambda b=bucket, r=run: forgotten(b, r, CAROL), after=after
+            )
+            forgotten(meeting, run, BOB)
+            if meeting.left > 0:
+                break
+            assert_whole(bucket, [BOB, CAROL])
+
+
+@pytest.mark.parametrize("each", EACH)
+def test_a_compaction_that_is_killed_anywhere_loses_nothing(each):
+    for at in itertools.count(1, each):
+        bucket, run = stored()
+        killed = Meeting(bucket, at, lambda: None, ends=0)
+        try:
+            compact(killed)
+        except KilledError:
+            pass
+        else:
+            break
+        assert_whole(bucket, [])
+        compact(bucket, clock=lambda: 1e12)
+        assert_whole(bucket, [])
+        assert forgotten(bucket, run, BOB) == [1]
+        assert_whole(bucket, [BOB])
+    assert at > 20
+
+
+def test_users_stay_in_lineages_of_groups_that_a_trainer_needs():
+    """And are found there once it does not need them any more."""
+    bucket, run = stored()
+    compact(bucket)
+    commit = bucket.get(keys.checkpoint_commit(1), limit=1 << 20)
+    bucket.delete(keys.checkpoint_commit(1))  # As if the checkpoint were lost.
+    with pytest.raises(GroupsNeededError):
+        forget_user(bucket, run, BOB)
+    assert bucket.list(keys.rollouts_of("live"))
+    found = require_lineages(bucket, users=[BOB])
+    assert [one.sequence for one in found] == [0, 2]
+    bucket.put(keys.checkpoint_commit(1), commit)
+    compact(bucket, clock=lambda: 1e12)
+    assert forgotten(bucket, run, BOB) == [1]
+    assert_whole(bucket, [BOB])
+
+
+def test_lineages_that_a_worker_forged_are_deleted_unread():
+    bucket, run = stored()
+    compact(bucket)
+    for place in keys.LINEAGE_PLACES:
+        bucket.put(f"{place}evil/{keys.live_compacted_name(0, 1, '0' * 32)}", b"junk")
+    bucket.put(keys.live_lineage("evil", 0), b"junk")
+    forget_pseudonyms(bucket, run, [BOB], no_learners=["evil"])
+    assert not [key for key in bucket.list("live/") if "evil" in key]
+    assert_whole(bucket, [BOB])
+
+
+def test_the_keys_of_learners_whose_lineages_are_compacted_are_asked_for():
+    bucket, run = stored()
+    compact(bucket)
+    before = {key: bucket.get(key, limit=1 << 28) for key in bucket.list("")}
+    with pytest.raises(InputError, match="live"):
+        forget_user(bucket, run, BOB, learners={})
+    assert {key: bucket.get(key, limit=1 << 28) for key in bucket.list("")} == before
+    forget_user(bucket, run, BOB, learners={"live": bucket})
+    assert_whole(bucket, [BOB])
