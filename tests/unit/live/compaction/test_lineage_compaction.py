@@ -149,9 +149,10 @@ class Compacted(DelegatingBucket):
 def test_lineages_that_move_while_they_are_read_are_read_nevertheless(reader, before, monkeypatch):
     """From keys into segments, and from segments into larger ones."""
     lineages = [lineage_of(n, [BOB, f"{n:032x}"], at=NOW + n) for n in range(12)]
+    each = 1 if before else 3
     at, moved = 1, 0
     while True:
-        at += 1 if before else 3
+        at += each
         bucket = open_bucket("memory://")
         for one in lineages:
             put_lineage(bucket, one, group=False)
@@ -170,7 +171,7 @@ def test_lineages_that_move_while_they_are_read_are_read_nevertheless(reader, be
         assert found == lineages, at
         if watched.left > 0:
             break
-        moved += 1
+        moved += each
     assert moved > 10
 
 
