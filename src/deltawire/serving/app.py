@@ -27,7 +27,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -50,6 +50,7 @@ from deltawire.serving.contract import read_request
 from deltawire.serving.errors import SERVER_ERROR, Handler, answer_errors, error_answer
 from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
 from deltawire.serving.request_ids import HEADER, REQUEST_ID, name_request, state_request_id
+from deltawire.serving.tracing import Traces, open_traces
 
 BUSY = 425
 """The hosted services' status for new requests while all replicas drain to change weights."""
@@ -92,6 +93,7 @@ class CallLimits:
 
 
 LIMITS = web.AppKey("limits", CallLimits)
+TRACES = web.AppKey[Traces | None]("traces")
 
 
 class Tokens:
@@ -224,6 +226,9 @@ def build_app(
         middlewares=[name_request, give_back_bodies, answer_errors, _check_bearer]
     )
     app.on_response_prepare.append(state_request_id)
+    app[TRACES] = open_traces()
+    if app[TRACES] is not None:
+        app.middlewares.insert(1, app[TRACES].trace_request)
     app[BODIES] = BodyBudget(BODIES_BYTES)
     app[REPLICAS], app[SESSION], app[LIMITS] = replicas, session, limits or CallLimits()
     app[TOKENS], app[CLIENTS] = Tokens(token, admin_token), clients or ClientKeys()
@@ -440,18 +445,21 @@ async def call_replica(
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     headers[HEADER] = REQUEST_ID.get()
     headers |= member.replica.headers
-    async with asyncio.timeout_at(deadline):
-        upstream = await app[SESSION].request(
-            request.method,
-            member.replica.url(path_of(request)),
-            params=None if member.replica.upstream else request.query,
-            data=body or None,
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_s),
-            allow_redirects=False,
-        )
-    async with upstream:
-        yield upstream, _pieces_of(upstream, deadline, limits.silence_s if stream else None)
+    traces, own = app[TRACES], not member.replica.upstream
+    name = member.replica.name
+    with nullcontext() if traces is None else traces.call(name, headers, own=own):
+        async with asyncio.timeout_at(deadline):
+            upstream = await app[SESSION].request(
+                request.method,
+                member.replica.url(path_of(request)),
+                params=request.query if own else None,
+                data=body or None,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_s),
+                allow_redirects=False,
+            )
+        async with upstream:
+            yield upstream, _pieces_of(upstream, deadline, limits.silence_s if stream else None)
 
 
 def is_admin(request: web.Request) -> bool:
