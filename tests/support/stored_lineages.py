@@ -32,7 +32,7 @@ def put_lineage(bucket, one, *, group=True):
 
 
 def group_bytes(one):
-    """What stands for a group of these users."""
+    """Bytes that stand for a group of these users."""
     return b"group of " + " ".join(answer.user for answer in one.answers).encode()
 
 

@@ -226,9 +226,9 @@ def build_app(
         middlewares=[name_request, give_back_bodies, answer_errors, _check_bearer]
     )
     app.on_response_prepare.append(state_request_id)
-    app[TRACES] = open_traces()
-    if app[TRACES] is not None:
-        app.middlewares.insert(1, app[TRACES].trace_request)
+    app[TRACES] = traces = open_traces()
+    if traces is not None:
+        app.middlewares.insert(1, traces.trace_request)
     app[BODIES] = BodyBudget(BODIES_BYTES)
     app[REPLICAS], app[SESSION], app[LIMITS] = replicas, session, limits or CallLimits()
     app[TOKENS], app[CLIENTS] = Tokens(token, admin_token), clients or ClientKeys()

@@ -298,7 +298,7 @@ async def drive(deployment):
 
 
 def reader_of(deployment):
-    """What opens receipts of all generations."""
+    """Returns a reader of receipts of all generations."""
     generations = parse_secret(deployment.secret.read_text(), place="")
     sealing = {one.fingerprint: one.receipt_key for one in generations}
     return lambda text: read_receipt(text, keys=ReceiptKeys(sealing), run=deployment.run.id)

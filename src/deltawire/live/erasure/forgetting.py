@@ -111,10 +111,7 @@ def forget_pseudonyms(
     used = UserGroups(bucket, run, [group for one in records for group in one.groups])
     # Stored before anything is deleted: a run that stops in between forgets no version.
     records = _name_versions(bucket, records, used, emptied=emptied)
-    for name in no_learners:
-        for prefix in keys.LINEAGE_PLACES:
-            for key in listed_twice(bucket, f"{prefix}{name}/"):
-                bucket.delete(key)
+    _delete_forged(bucket, no_learners)
     deleted = _delete_rows(bucket, users)
     records = [
         msgspec.structs.replace(
@@ -139,6 +136,14 @@ def forget_pseudonyms(
             run=bucket.url,
         )
     return record
+
+
+def _delete_forged(bucket: Bucket, workers: Iterable[str]) -> None:
+    """Deletes all lineages of these workers, unread."""
+    for name in workers:
+        for prefix in keys.LINEAGE_PLACES:
+            for key in listed_twice(bucket, f"{prefix}{name}/"):
+                bucket.delete(key)
 
 
 def _as_one(records: Sequence[Forgotten]) -> Forgotten:

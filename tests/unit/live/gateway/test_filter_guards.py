@@ -1,4 +1,4 @@
-"""What content filters and judges must not let pass, one limit at a time."""
+"""Limits of content filters and judges, one at a time."""
 
 import asyncio
 import hashlib

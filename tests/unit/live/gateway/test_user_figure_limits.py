@@ -1,4 +1,4 @@
-"""What users, clients and products invent takes bounded space in the figures of users."""
+"""Names and values of users, clients and products take bounded space in the figures of users."""
 
 import dataclasses
 
@@ -104,7 +104,7 @@ def test_windows_that_two_threads_sum_up_count_once(monkeypatch):
 
 
 def test_windows_that_no_reader_would_take_are_left_out_of_the_state(figures, caplog):
-    """What else the state says is needed."""
+    """The rest of the state is needed."""
     answered(figures, "a", labels=[Label("client", "x\udcff")])
     assert figures.stated() == []
     assert "figures of users are left out" in caplog.text
