@@ -18,6 +18,11 @@ def in_loop(test):
     return run
 
 
+def run_now(scenario):
+    """Runs a coroutine function of a test where it is defined."""
+    asyncio.run(scenario())
+
+
 class Decider:
     """Appends decisions about a bucket's versions, as any process may."""
 

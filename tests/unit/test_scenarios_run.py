@@ -15,6 +15,8 @@ DECORATED = re.compile(
 )
 TEST = re.compile(r"^(?:async )?def test_", re.MULTILINE)
 HELPER = re.compile(r"((?:^@.*\n)*)^(?:async )?def (?!test_|pytest_)(\w+)", re.MULTILINE)
+SHARED = ("live_decider",)
+"""Modules of tests/support with decorators for several files."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -61,6 +63,8 @@ def texts():
 
 def test_each_function_in_a_test_is_called():
     found = []
+    shared = [runs_at_once(texts()[TESTS / "support" / f"{name}.py"]) for name in SHARED]
+    assert shared == [{"run_now"}]
     for path, text in texts().items():
         words = None
         suspect = bool(DECORATED.search(text))
@@ -68,9 +72,8 @@ def test_each_function_in_a_test_is_called():
             words = words or Counter(re.findall(r"\w+", text))
             suspect |= words[name] == 1
         if suspect:
-            found += [
-                f"{path.relative_to(TESTS)}:{one}" for one in uncalled(text, runs_at_once(text))
-            ]
+            decorators = runs_at_once(text).union(*shared)
+            found += [f"{path.relative_to(TESTS)}:{one}" for one in uncalled(text, decorators)]
     assert not found, "nothing calls these, so their assertions never run"
 
 

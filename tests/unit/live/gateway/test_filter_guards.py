@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from live_answers import NOW, answer, config_of, put_rows, report
-from live_decider import until
+from live_decider import run_now, until
 from live_gateway import ADMIN, WORDS, live_serving, published
-from test_filters_and_judges import ANSWER, OtherServer, in_loop, serving
+from test_filters_and_judges import ANSWER, OtherServer, serving
 from test_gateway_upstreams import Provider, beside
 
 from deltawire.errors import CorruptError
@@ -43,7 +43,7 @@ def queued(judges_, name="j"):
 
 @pytest.mark.parametrize("said", [DEEP, LONG], ids=["deep", "long"])
 def test_a_verdict_that_could_harm_is_none(tmp_path, monkeypatch, said):
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer(said) as other:
             filters = ContentFilter(before=other.url)
@@ -63,7 +63,7 @@ def test_a_filter_that_answers_elsewhere_is_not_followed(tmp_path, monkeypatch):
         seen.append(request)
         return web.json_response({"allowed": True})
 
-    @in_loop
+    @run_now
     async def scenario():
         app = web.Application()
         app.router.add_post("/v1", move)
@@ -78,7 +78,7 @@ def test_a_filter_that_answers_elsewhere_is_not_followed(tmp_path, monkeypatch):
 
 
 def test_a_filters_work_is_counted(tmp_path, monkeypatch):
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer(lambda asked: {"allowed": "no" not in str(asked)}) as other:
             filters = ContentFilter(before=other.url, after=other.url)
@@ -113,7 +113,7 @@ def test_a_withheld_answer_counts_in_its_clients_quota(tmp_path, monkeypatch, st
     key = hashlib.sha256(b"web-key").hexdigest()
     clients = ClientKeys({"web": ClientLimits(key, tokens_per_day=100)})
 
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer(said) as other:
             options = {"filters": ContentFilter(after=other.url), "clients": clients}
@@ -127,7 +127,7 @@ def test_a_withheld_answer_counts_in_its_clients_quota(tmp_path, monkeypatch, st
 
 
 def test_the_end_of_a_stream_whose_filter_failed_is_stored(tmp_path, monkeypatch):
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer(b"no") as other:
             filters = ContentFilter(after=other.url)
@@ -141,7 +141,7 @@ def test_the_end_of_a_stream_whose_filter_failed_is_stored(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_filter_sees_all_choices_in_their_order(tmp_path, monkeypatch, stream):
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer({"allowed": False}) as other:
             filters = ContentFilter(after=other.url)
@@ -162,7 +162,7 @@ def test_members_that_no_filter_saw_reach_no_operator_either(tmp_path, monkeypat
             rows = [{"index": 0, "message": message, "finish_reason": "stop"}]
             return web.json_response({"id": "x", "choices": rows, "citations": ["SECRET"]})
 
-    @in_loop
+    @run_now
     async def scenario():
         provider = Talkative()
         async with OtherServer({"allowed": True}) as other:
@@ -187,7 +187,7 @@ def test_what_a_providers_own_filter_withheld_is_an_error_of_its_arm(tmp_path, m
             rows = [{"index": 0, "message": message, "finish_reason": "SAFETY"}]
             return web.json_response({"id": "x", "choices": rows})
 
-    @in_loop
+    @run_now
     async def scenario():
         provider = Cautious()
         async with live_serving(published(), tmp_path, monkeypatch, **beside(provider)) as at:
@@ -224,7 +224,7 @@ def test_judges_get_their_share_only():
 def test_a_score_that_could_harm_is_none_and_is_named_once(tmp_path, monkeypatch, said, caplog):
     caplog.set_level(logging.ERROR, "deltawire.live")
 
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer(said) as other:
             judged = [Judge("my-judge", other.url)]
@@ -245,7 +245,7 @@ def test_a_score_that_could_harm_is_none_and_is_named_once(tmp_path, monkeypatch
 
 
 def test_an_answer_that_could_not_be_stored_is_not_judged(tmp_path, monkeypatch):
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer({"value": 1}) as other:
             options = {"judges": [Judge("j", other.url)], "spool_bytes": 1}

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from live_decider import until
+from live_decider import run_now, until
 from live_gateway import WORDS, live_serving, published
 
 from deltawire.chat.requests import RequestDefaults
@@ -37,11 +37,6 @@ HOSTILE = {
     "deep": b"[" * 100_000,
     "no text": b"\xff\xfe",
 }
-
-
-def in_loop(scenario):
-    """Runs a test's coroutine at once."""
-    asyncio.run(scenario())
 
 
 class OtherServer:
@@ -86,7 +81,7 @@ def serving(tmp_path, monkeypatch, **options):
 
 
 def test_a_refused_request_reaches_no_replica_and_blames_no_arm(tmp_path, monkeypatch):
-    @in_loop
+    @run_now
     async def scenario():
         says = lambda asked: {"allowed": "bomb" not in str(asked), "reason": "weapons"}  # noqa: E731
         async with OtherServer(says) as other:
@@ -111,7 +106,7 @@ def test_a_refused_request_reaches_no_replica_and_blames_no_arm(tmp_path, monkey
 @pytest.mark.parametrize("path", ["chat/completions", "responses"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_of_a_withheld_answer_is_shown_or_trained_on(tmp_path, monkeypatch, stream, path):
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer({"allowed": False}) as other:
             filters = ContentFilter(after=other.url)
@@ -139,7 +134,7 @@ def test_nothing_of_a_withheld_answer_is_shown_or_trained_on(tmp_path, monkeypat
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_allowed_answer_is_the_same_as_without_a_filter(tmp_path, monkeypatch, stream):
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer({"allowed": True}) as other:
             filters = ContentFilter(before=other.url, after=other.url)
@@ -160,7 +155,7 @@ def test_an_allowed_answer_is_the_same_as_without_a_filter(tmp_path, monkeypatch
 def test_a_filter_that_does_not_answer_lets_nothing_pass(tmp_path, monkeypatch, name, stage):
     monkeypatch.setattr(content_filter, "ANSWER_WITHIN_S", 1.0 if name == "hang" else 30.0)
 
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer(HOSTILE.get(name, {"allowed": True})) as other:
             other.hangs = name == "hang"
@@ -184,7 +179,7 @@ def test_a_filter_that_does_not_answer_lets_nothing_pass(tmp_path, monkeypatch, 
 
 
 def test_a_judge_scores_stored_answers_only_and_learns_nothing_else(tmp_path, monkeypatch):
-    @in_loop
+    @run_now
     async def scenario():
         def redact(texts):
             return [text.replace("Ann", "[name]") for text in texts]
@@ -213,7 +208,7 @@ def test_a_judge_scores_stored_answers_only_and_learns_nothing_else(tmp_path, mo
 def test_a_judge_that_fails_or_is_slow_stops_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(judges, "MOST_WAITING", 3)
 
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer({"value": None}) as other:
             judged = [Judge("j", other.url)]
@@ -235,7 +230,7 @@ def test_a_judge_that_fails_or_is_slow_stops_nothing(tmp_path, monkeypatch):
 
 
 def test_a_filter_sees_all_that_a_model_gets_or_refuses_it(tmp_path, monkeypatch):
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer({"allowed": True}) as other:
             filters = ContentFilter(before=other.url)
@@ -252,7 +247,7 @@ def test_a_filter_sees_all_that_a_model_gets_or_refuses_it(tmp_path, monkeypatch
 
 
 def test_what_a_filter_cannot_read_is_withheld(tmp_path, monkeypatch):
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer({"allowed": True}) as other:
             filters = ContentFilter(after=other.url)
@@ -270,7 +265,7 @@ def test_what_a_filter_cannot_read_is_withheld(tmp_path, monkeypatch):
 def test_streams_that_wait_take_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(content_filter, "MOST_HELD_BYTES", 10)
 
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer({"allowed": True}) as other:
             filters = ContentFilter(after=other.url)
@@ -281,7 +276,7 @@ def test_streams_that_wait_take_bounded_memory(tmp_path, monkeypatch):
 
 
 def test_a_filter_that_fails_blames_no_arm(tmp_path, monkeypatch):
-    @in_loop
+    @run_now
     async def scenario():
         async with OtherServer(b"no") as other:
             filters = ContentFilter(after=other.url)
@@ -294,7 +289,7 @@ def test_a_filter_that_fails_blames_no_arm(tmp_path, monkeypatch):
 
 
 def test_withheld_answers_and_calls_are_not_judged(tmp_path, monkeypatch):
-    @in_loop
+    @run_now
     async def scenario():
         no = OtherServer({"allowed": False})
         async with OtherServer({"value": 1.0}) as other, no as filters_at:
@@ -335,7 +330,7 @@ def test_a_score_neither_ends_the_wait_for_users_nor_breaks_silence():
 
 
 def test_a_label_that_is_no_text_stops_no_upload(tmp_path, monkeypatch):
-    @in_loop
+    @run_now
     async def scenario():
         async with serving(tmp_path, monkeypatch) as at:
             for number in range(6):
