@@ -51,7 +51,7 @@ def runs_at_once(text):
     return frozenset(
         one.name
         for one in ast.parse(text).body
-        if isinstance(one, FUNCTIONS) and not any(True for _ in own_functions(one))
+        if isinstance(one, ast.FunctionDef) and not any(True for _ in own_functions(one))
         and not any(isinstance(node, ast.Return) and node.value for node in ast.walk(one))
     )  # fmt: skip
 
