@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from served import Server
 
-from benchmarks.attest.blackbox import MODEL, version
+from benchmarks.attest.scores import MODEL, version
 from deltawire.cli.main import main
 from deltawire.launch.black_box.endpoint import HttpEndpoint
 

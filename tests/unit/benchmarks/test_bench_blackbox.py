@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.attest.blackbox import PASSES, float32_products, in_parts, score
+from benchmarks.attest import scores
+from benchmarks.attest.scores import PASSES, float32_products, in_parts, score
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -56,3 +57,55 @@ def test_an_interrupted_pass_goes_on_where_it_was_stored(tmp_path):
         in_parts(path, run, tokens)
     assert np.array_equal(in_parts(path, run, tokens), tokens[:, 1:])
     assert asked == [16, 16, 8, 8]
+
+
+@pytest.fixture
+def counted(tmp_path, monkeypatch):
+    """Stored scores of stand-ins for a model and its pass; returns them, and how often it ran."""
+    ran = []
+
+    def run(model, tokens):
+        ran.append(len(tokens))
+        return tokens[:, 1:].astype(np.float64)
+
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"a")
+    monkeypatch.delenv(scores.VLLM, raising=False)
+    monkeypatch.setattr(scores, "MODEL", tmp_path)
+    monkeypatch.setattr(scores, "PASSES", {"exact": run})
+    monkeypatch.setattr(scores, "version", lambda rate: (None, rate))
+
+    def passes():
+        del ran[:]
+        found = scores.stored_scores(tmp_path / "out", [1e-5])
+        assert list(found) == ["0", "1e-05"]
+        assert found["1e-05"]["changed"] == 1e-5
+        return len(ran)
+
+    return passes
+
+
+@pytest.mark.parametrize("what", ["model", "kernels", "threads", "text"])
+def test_stored_scores_are_those_of_this_model_and_these_kernels(
+    counted, tmp_path, monkeypatch, what
+):
+    assert (counted(), counted()) == (12, 0)
+    if what == "model":
+        (tmp_path / "model.safetensors").write_bytes(b"b")
+    elif what == "kernels":
+        monkeypatch.setattr(scores, "arithmetic_of", lambda device: "other kernels")
+    elif what == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    else:
+        monkeypatch.setattr(scores, "__file__", str(tmp_path / "config.json"))
+    assert (counted(), counted()) == (12, 0)
+
+
+def test_scores_of_vllm_are_those_of_its_release(tmp_path):
+    python = tmp_path / "python"
+    found = set()
+    for release in ("0.32.0", "0.33.0"):
+        python.write_text(f"#!/bin/sh\necho {release}\n")
+        python.chmod(0o700)
+        found |= {scores.vllm_key(key, str(python)) for key in ("one", "two", "one")}
+    assert len(found) == 4
