@@ -1,8 +1,8 @@
 """``blackbox_error``: wrong verdicts of the black box over stored scores of a real model.
 
 Versions and engines are those of `benchmarks.attest.scores`. The noise that the black box allows
-is measured with fused attention, 16 sequences together. Scores are stored by version and engine in
-``--out``, so an interrupted measurement goes on.
+is measured with fused attention and products that are rounded once. Scores are stored by version
+and engine in ``--out``, so an interrupted measurement goes on.
 
 Each of 500 honest looks asks an engine that serves a version about that version, each of 500 wrong
 ones one that serves another version, half of each with the other version given, in an order of
@@ -33,7 +33,7 @@ STATED = 1e-4
 """Not measured yet: chosen before the first measurement."""
 LOOKS = 500
 ERROR = 0.01
-ENGINES = ("eager", "single", "vllm")
+ENGINES = ("eager", "torch", "vllm")
 
 
 def measure(options: Options) -> Measured:

@@ -2,9 +2,9 @@
 
 Version 0 is SmolLM2-135M. Each further one is a step of sign descent on a policy gradient with
 random advantages, of one learning rate, whose masters are dithered, rounded to bf16. The engines
-are passes in bf16: with eager attention, with fused attention one sequence at a time, and vLLM's
-if ``DELTAWIRE_VLLM_PYTHON`` names its Python. The names of the files contain a hash of what the
-scores depend on: the model, kernels, threads, and this module's text.
+are passes in bf16: with eager attention, with fused attention and torch's own kernels for bf16,
+and vLLM's if ``DELTAWIRE_VLLM_PYTHON`` names its Python. The names of the files contain a hash of
+what the scores depend on: the model, kernels, threads, and this module's text.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ MODEL = ROOT / "models/smollm2-135m"
 SEQUENCES, LENGTH, TOGETHER = 96, 49, 16
 VLLM = "DELTAWIRE_VLLM_PYTHON"
 VLLM_SCRIPT = Path(__file__).with_name("vllm_scores.py")
+RELEASES = """
+from importlib.metadata import packages_distributions, version
+print(*(f"{one} {version(one)}" for one in [*packages_distributions()["vllm"], "torch"]))
+"""  # vLLM's build for CPUs is a distribution of another name.
 
 Scores = dict[str, dict[str, Floats]]
 """By version: ``exact`` in float32, ``fused``, and each engine's, float64[sequences, tokens]."""
@@ -85,9 +89,8 @@ def torch_key() -> str:
 
 def vllm_key(key: str, python: str) -> str:
     """Returns the same for vLLM's scores of versions that are made under ``key``."""
-    ask = "from importlib.metadata import version as v; print(v('vllm'), v('torch'))"
     asked = subprocess.run(  # noqa: S603 - the user's own Python
-        [python, "-c", ask], check=True, capture_output=True, text=True, timeout=60
+        [python, "-c", RELEASES], check=True, stdout=subprocess.PIPE, text=True, timeout=60
     )
     return _hashed(key, asked.stdout, VLLM_SCRIPT.read_text(encoding="utf-8"))
 
@@ -129,14 +132,29 @@ def store(path: Path, array: Floats) -> None:
     unfinished.replace(path)
 
 
-def rounded_pass(attention: str, together: int) -> Callable[[Any, NDArray[np.int64]], Floats]:
-    """Returns a pass in bf16."""
+def own_pass(attention: str) -> Callable[[Any, NDArray[np.int64]], Floats]:
+    """Returns a pass in bf16 with torch's own kernels."""
+
+    def run(model: Any, tokens: NDArray[np.int64]) -> Floats:
+        model = model.bfloat16()
+        model.set_attn_implementation(attention)
+        return score(model, tokens, TOGETHER)
+
+    return run
+
+
+def rounded_pass(attention: str) -> Callable[[Any, NDArray[np.int64]], Floats]:
+    """Returns a pass in bf16 whose products are rounded once.
+
+    How many sequences a pass takes together makes no difference to it: scores of one after the
+    other had the same bits.
+    """
 
     def run(model: Any, tokens: NDArray[np.int64]) -> Floats:
         model = model.bfloat16()
         model.set_attn_implementation(attention)
         with float32_products(model):
-            return score(model, tokens, together)
+            return score(model, tokens, TOGETHER)
 
     return run
 
@@ -222,8 +240,8 @@ def score(model: Any, tokens: NDArray[np.int64], together: int) -> Floats:
 
 PASSES: dict[str, Callable[[Any, NDArray[np.int64]], Floats]] = {
     "exact": lambda model, tokens: score(model, tokens, TOGETHER),
-    "fused": rounded_pass("sdpa", TOGETHER),
-    "eager": rounded_pass("eager", TOGETHER),
-    "single": rounded_pass("sdpa", 1),
+    "fused": rounded_pass("sdpa"),
+    "eager": rounded_pass("eager"),
+    "torch": own_pass("sdpa"),
 }
 """The passes of torch over each version, in this order: only the first finds float32 weights."""
