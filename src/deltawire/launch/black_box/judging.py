@@ -227,7 +227,7 @@ class EndpointTests:
             sequences=self.sequences,
             tokens=self.tokens,
             noise=self._noise / count,
-            gaps={n: gap / count for n, gap in zip(self.names, self._gaps, strict=True)},
+            gaps={n: float(gap) / count for n, gap in zip(self.names, self._gaps, strict=True)},
             fits="" if fits is None else self.names[fits],
             cause=cause,
             notes=list(notes),

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.attest.cached_endpoint import VOCABULARY, CachedEndpoint, Recurrent
 from deltawire.cli.main import main
+from deltawire.display import safe_json
 from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.launch.black_box.endpoint import HttpEndpoint
 from deltawire.launch.black_box.judging import (
@@ -44,6 +45,7 @@ def test_the_version_that_is_served_is_the_same_and_its_neighbour_is_named(size)
     report = looked(serving, {"version 3": before, "version 4": BASE})
     assert (report.verdict, report.fits, report.cause) == ("different", "version 4", "version")
     assert report.gaps["version 4"] == pytest.approx(report.noise, rel=0.7)
+    assert json.loads(safe_json(report))["gaps"] == report.gaps, "as --json prints it"
 
 
 def test_a_change_within_the_noise_is_not_told_apart_without_the_other_version():
