@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,11 @@ def examine_dump(
             number = name.open(trust)[2] if name.tag else name.version
             yield scoring(open_source(name.location, version=number, trust=trust), text, where)
 
+    path = Path(dump)
+    if path.is_file():  # Not a pipe: damage is found before the model is loaded.
+        collections.deque(read_dump(path), maxlen=0)
     source = open_source(location, version=version, trust=trust)
-    return examine(read_dump(Path(dump)), scoring(source, source.name, where), others)
+    return examine(read_dump(path), scoring(source, source.name, where), others)
 
 
 def scoring(source: Source, name: str, device: torch.device) -> DumpModel:
@@ -57,8 +61,22 @@ def scoring(source: Source, name: str, device: torch.device) -> DumpModel:
         return found[len(prompt) - 1 :]
 
     vocabulary = int(model.get_input_embeddings().num_embeddings)
-    decode = None if source.tokenizer is None else source.tokenizer.decode
-    return DumpModel(name, logits, vocabulary, decode)
+    tokenizer = source.tokenizer
+    text_config = model.config.get_text_config()
+    return DumpModel(
+        name,
+        logits,
+        vocabulary,
+        None if tokenizer is None else tokenizer.decode,
+        frozenset() if tokenizer is None else _special(tokenizer),
+        getattr(text_config, "max_position_embeddings", None),
+    )
+
+
+def _special(tokenizer: Any) -> frozenset[int]:
+    """Returns the ids that decoding leaves out with ``skip_special_tokens``."""
+    added = tokenizer.added_tokens_decoder
+    return frozenset(tokenizer.all_special_ids) | {one for one in added if added[one].special}
 
 
 def print_dump(report: DumpReport, console: Console) -> None:
@@ -66,6 +84,8 @@ def print_dump(report: DumpReport, console: Console) -> None:
     for cause, rows in report.wrong_rows.items():
         line = f"{cause}: {rows} of {report.rows} rows, first row {report.first_rows[cause]}; "
         console.print(safe_line(line + report.texts[cause]), markup=False)
+    if report.unjudged:
+        console.print(f"{report.unjudged} of {report.rows} rows have no token that counts")
     gap = "" if report.mean_gap is None else f", mean gap {report.mean_gap:.4f} nats"
     verdict = "sound" if report.sound else "not sound"
     formats = ", ".join(report.formats)

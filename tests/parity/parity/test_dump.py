@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from deltawire.errors import InputError
+from deltawire.parity import dump as judging
 from deltawire.parity.dump import CAUSES, DumpModel, examine
 from deltawire.parity.dump_rows import FORMATS, parse_row, read_dump
 
@@ -167,6 +168,14 @@ def test_a_mistake_is_named(case):
 
 def as_format(row, name):
     members = FORMATS[name]
+    if not members.prompt:  # One list of all tokens.
+        before = len(row["prompt"])
+        return {
+            "token_ids": row["prompt"] + row["tokens"],
+            "logprobs": [0.0] * before + row["logprobs"],
+            "mask": [False] * before + [bit > 0 for bit in row["mask"]],
+            "temperatures": [row["temperature"]] * (before + len(row["tokens"])),
+        }
     found = {
         members.prompt[0]: row["prompt"], members.tokens[0]: row["tokens"],
         members.logprobs[0]: row["logprobs"], members.mask[0]: row["mask"],
@@ -188,6 +197,7 @@ def test_every_format_is_read(name):
     report = judged([as_format(one, name) for one in rows])
     assert report.sound
     assert report.formats == [name]
+    assert report.tokens == sum(len(one["tokens"]) for one in rows)
     parsed = parse_row(json.dumps(as_format(rows[0], name)).encode(), 1, "row")
     assert (list(parsed.prompt), list(parsed.tokens)) == (rows[0]["prompt"], rows[0]["tokens"])
 
@@ -202,17 +212,31 @@ def test_every_format_is_read(name):
         ('{"tokens": [true], "logprobs": [0]}', "token ids"),
         ('{"tokens": [1], "logprobs": ["0"]}', "list of numbers"),
         ('{"tokens": [1], "logprobs": [' + "9" * 400 + "]}", "too large"),
-        ('{"tokens": [1], "logprobs": [0], "temperature": 0}', "temperature"),
+        ('{"prompt": [1], "tokens": [1], "logprobs": [0], "temperature": 0}', "temperature"),
+        ('{"prompt": [1], "tokens": [1], "logprobs": [0], "temperature": NaN}', "temperature"),
+        ('{"prompt": [1], "tokens": [1], "logprobs": [0], "temperature": "1"}', "no number"),
+        ('{"prompt": [1], "tokens": [1], "logprobs": [0], "temperature": true}', "no number"),
+        ('{"tokens": [1], "logprobs": [0]}', "has no prompt"),
+        ('{"prompt": "a", "tokens": [1], "logprobs": [0]}', "a prompt that is no list of token"),
+        ('{"tokens": [1], "logprobs": [[0, -1]]}', "a logprobs that is no list of numbers"),
+        ('{"tokens": [1], "logprobs": [[0], 0]}', "list of numbers"),
+        ('{"tokens": [1], "logprobs": [NaN', "cut off"),
+        ('[NaN]', "no JSON object"),
+        ('{"tokens": [1], "logprobs": [0], "prompt": [1], "temperature": [1, 2]}', "several"),
+        ('{"prompt_ids": [1], "completion_ids": [1], "logprobs": [0], "prompt_mask": []}',
+         "prompt_mask of another length"),
+        ('{"token_ids": [1, 2], "logprobs": [0, 0], "mask": [0, 1], "temperatures": [1, 2]}',
+         "several temperatures"),
         ("[" * 100_000, "cut off"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_row_is_refused_by_its_line(tmp_path, line, text):
     path = tmp_path / "dump.jsonl"
     good = json.dumps(sampled(1)[0])
     path.write_text(f"{good}\n\n{line}\n")
     with pytest.raises(InputError, match=text) as caught:
         list(read_dump(path))
-    assert "line 2" in str(caught.value)
+    assert "line 3" in str(caught.value), "as an editor counts lines"
 
 
 def test_an_empty_and_a_missing_file_are_refused(tmp_path):
@@ -221,6 +245,155 @@ def test_an_empty_and_a_missing_file_are_refused(tmp_path):
         list(read_dump(tmp_path / "empty"))
     with pytest.raises(InputError, match="cannot read"):
         list(read_dump(tmp_path / "nowhere"))
+
+
+def test_a_batch_of_trl_is_read_as_its_trainer_reads_it():
+    """TRL 1.16 pads prompts on the left and answers on the right, and a tool's tokens have 0."""
+    rows = [
+        {
+            "prompt_ids": [0, 0, *one["prompt"]],
+            "prompt_mask": [0, 0] + [1] * len(one["prompt"]),
+            "completion_ids": one["tokens"] + [0] * 3,
+            "completion_mask": [1] * len(one["tokens"]) + [0] * 3,
+            "tool_mask": one["mask"] + [1] * 3,
+            "sampling_per_token_logps": one["logprobs"] + [float("nan")] * 3,
+        }
+        for one in masked(sampled(4))
+    ]
+    assert "NaN" in json.dumps(rows)
+    report = judged(rows)
+    assert report.sound, report
+    assert report.tokens == sum(sum(one["mask"]) for one in masked(sampled(4)))
+
+
+def test_masks_of_different_lengths_are_refused():
+    row = as_format(sampled(1)[0], "trl") | {"tool_mask": [1]}
+    with pytest.raises(InputError, match="different lengths: completion_mask, tool_mask"):
+        judged([row])
+
+
+def test_lists_of_the_sampled_token_s_log_probability_are_read():
+    """As vLLM returns them."""
+    rows = sampled(3)
+    for one in rows:
+        one["logprobs"] = [[value] for value in one["logprobs"]]
+    assert judged(rows).sound
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_no_number_is_missing(value):
+    report = judged(edited(lambda one: one["logprobs"].__setitem__(3, value)))
+    assert report.wrong_rows == {"missing": report.rows}
+
+
+def test_samples_of_prime_rl_are_divided_before_the_first_sampled_token():
+    rows = [as_format(one, "prime-rl samples") for one in masked(sampled(3))]
+    assert judged(rows).sound
+    for one in rows:
+        one["mask"] = [not bit for bit in one["mask"]]
+    assert judged(rows).wrong_rows == {"mask": 3}
+    for one in rows:
+        one["logprobs"].pop()
+    assert judged(rows).wrong_rows == {"lengths": 3}
+
+
+def test_the_first_token_of_nothing_is_what_the_others_follow():
+    rows = sampled(3)
+    for one in rows:
+        one["tokens"] = one["prompt"] + one["tokens"]
+        one["logprobs"] = scores(table_model(), one["tokens"][:1], one["tokens"][1:]).tolist()
+        one["logprobs"].insert(0, -3.0)  # Of a distribution that no prompt gives.
+        one.update(prompt=[], mask=[1] * len(one["tokens"]))
+    assert judged(rows).sound
+    empty = {"prompt": [], "tokens": [1, 2], "logprobs": [], "mask": []}
+    assert judged([empty]).wrong_rows == {"lengths": 1}
+
+
+def test_rows_in_which_nothing_counts_are_not_judged(capsys):
+    from rich.console import Console
+
+    from deltawire.launch.dump import print_dump
+
+    rows = edited(lambda one: one.update(mask=[0] * len(one["mask"])), sampled(2))
+    report = judged([*rows, *sampled(1)])
+    assert (report.sound, report.unjudged) == (True, 2)
+    report = judged(rows)
+    assert (report.sound, report.unjudged, report.wrong_rows) == (False, 2, {})
+    print_dump(report, Console())
+    assert "2 of 2 rows have no token that counts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["7 8  9", "7 <9> 8 9", "7 8", " 9\n"])
+def test_texts_may_leave_special_tokens_and_white_space_out(text):
+    special = frozenset([5])
+    model = table_model()
+    spell = lambda ids: " ".join("<9>" if one == 5 else str(one) for one in ids)  # noqa: E731
+    model = DumpModel("m", model.logits, VOCABULARY, spell, special)
+    tokens = [7, 5, 8, 9]
+    held = scores(model, [1], tokens).tolist()
+    row = {"prompt": [1], "tokens": tokens, "logprobs": held, "text": text}
+    assert judged([row], model=model).sound
+    row["text"] = "7 9 8"
+    assert judged([row], model=model).wrong_rows == {"tokenizer": 1}
+
+
+def test_rows_of_more_tokens_than_the_model_takes_are_refused():
+    model = table_model()
+    small = DumpModel("m", model.logits, VOCABULARY, context=27)
+    assert judged(sampled(2), model=small).sound
+    with pytest.raises(InputError, match="row 3 has 28 tokens; the model takes 27"):
+        judged(sampled(3), model=small)
+    other = DumpModel("another", table_model(5).logits, VOCABULARY, context=27)
+    found = judged(sampled(3, model=table_model(5)), [other])
+    assert found.wrong_rows == {"version": 2, "unknown": 1}
+
+
+def short(count, noise, *, far=0, seed=3, length=1):
+    """Answers of few tokens of an engine with this noise; ``far`` are off by 0.8 nats."""
+    model, drawn = table_model(), np.random.default_rng(seed)
+    rows = []
+    for number in range(count):
+        prompt = drawn.integers(0, VOCABULARY, 4).tolist()
+        tokens = drawn.integers(0, VOCABULARY, length).tolist()
+        held = scores(model, prompt, tokens) + drawn.laplace(0, noise, length)
+        held -= 0.8 * (number < far)
+        rows.append({"prompt": prompt, "tokens": tokens, "logprobs": held.tolist()})
+    return rows
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_short_answers_are_judged_together(length):
+    """Of single tokens of an honest engine in bf16, 7.8 % were off by more than 0.1 nats."""
+    rows = short(100, 0.04, length=length)
+    alone = [judged([one]).sound for one in rows[:20]]
+    report = judged(rows)
+    assert report.sound, report
+    assert report.tokens == 100 * length
+    assert report.mean_gap == pytest.approx(0.04, rel=0.3)
+    assert all(alone)
+    wrong = judged(short(60, 0.02, far=6, length=length))
+    assert sum(wrong.wrong_rows.values()) >= 6, "more than 2 % are far off"
+    assert judged(short(100, 0.02, far=2, length=length)).sound
+    assert not judged(short(30, 0.2, length=length)).sound, "few are far off, all are noisy"
+    zeros = edited(clear, short(5, 0.04, length=length))
+    assert judged(zeros).wrong_rows == {"zero-filled": 5}
+
+
+def test_long_answers_are_scored_in_parts(monkeypatch):
+    monkeypatch.setattr(judging, "TOGETHER", 7)
+    assert judged(sampled(4)).sound
+    assert judged(sampled(temperature=0.6, recorded=1.0)).wrong_rows == {"temperature": 12}
+
+
+def test_a_damaged_file_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    from deltawire.launch import dump as command
+
+    path = tmp_path / "dump.jsonl"
+    path.write_text(json.dumps(sampled(1)[0]) + "\n{")
+    monkeypatch.setattr(command, "open_source", lambda *_, **__: 1 / 0)
+    options = {"version": None, "also": (), "device": "cpu", "trust": None}
+    with pytest.raises(InputError, match="line 2"):
+        command.examine_dump("model", str(path), **options)
 
 
 @pytest.mark.drills
