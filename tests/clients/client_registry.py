@@ -142,7 +142,8 @@ CLIENTS = (
         name="verl, attested",
         package="verl",
         against="its own code",
-        uses="its manager and worker groups on CPUs, with a server of ours",
+        uses="its configuration, manager and worker groups on CPUs, with a server of ours and "
+        "`vllm serve`",
         tests=("clients/test_verl_attested.py",),
     ),
     Client(

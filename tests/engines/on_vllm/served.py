@@ -27,9 +27,9 @@ def adapter_arguments(run):
 
 
 class Server:
-    """A ``vllm serve`` process on loopback, as a context manager."""
+    """A ``vllm serve`` process of ``python`` on loopback, as a context manager."""
 
-    def __init__(self, model, log, *arguments, tokenizer=False):
+    def __init__(self, model, log, *arguments, tokenizer=False, python=sys.executable):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -38,7 +38,7 @@ class Server:
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         self.process = subprocess.Popen(
             [
-                sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+                python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
                 "--host", "127.0.0.1", "--port", str(self.port),
                 *([] if tokenizer else ["--skip-tokenizer-init"]),
                 "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256",
