@@ -1,4 +1,4 @@
-"""What ``verify`` of each framework takes, and that the framework's own call stays what it was."""
+"""Options of ``verify``, and the framework's own call, which stays as it was."""
 
 import asyncio
 import inspect
