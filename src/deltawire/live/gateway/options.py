@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from deltawire.live.gateway.engine_tokens import MAX_TOKENS
 from deltawire.serving.errors import RequestError
 
 _EVERYWHERE = frozenset(
@@ -112,6 +113,41 @@ _INSTEAD = {
     "function_call": "tool_choice",
     "metadata": "the header x-deltawire-task, and members of reports",
 }
+
+
+MOST_ANSWERS = 128
+"""Answers to one request, at most, as at OpenAI's API."""
+_WHOLE = {
+    "n": (1, MOST_ANSWERS),
+    "max_tokens": (1, MAX_TOKENS),
+    "max_completion_tokens": (1, MAX_TOKENS),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+}
+"""Options that are whole numbers, and their ranges."""
+_REAL = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+
+
+def refuse_values(body: Mapping[str, Any]) -> None:
+    """Raises `RequestError` for a value of another type or range than OpenAI's API takes, where a
+    replica could answer in a form that was not asked for, or fail: its arm would be blamed."""
+    for name, (least, most) in _WHOLE.items():
+        value = body.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise _invalid(name, "a whole number", "invalid_type")
+        if not least <= value <= most:
+            raise _invalid(name, f"from {least} to {most}", "invalid_value")
+    for name in _REAL:
+        value = body.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
+            raise _invalid(name, "a number", "invalid_type")
+    if not isinstance(body.get("stream"), bool | None):
+        raise _invalid("stream", "true or false", "invalid_type")
+
+
+def _invalid(name: str, wanted: str, code: str) -> RequestError:
+    return RequestError(f"{name} is not {wanted}", code=code, param=name)
 
 
 def refuse_options(body: Mapping[str, Any], engines: Collection[str]) -> None:

@@ -230,3 +230,35 @@ def test_the_name_of_a_missing_model_is_not_that_of_a_replica(serve):
         assert json.loads(data)["model"] == "m"
 
     serve(scenario, model_names=["bot"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("n", 0, "invalid_value"), ("n", -1, "invalid_value"), ("n", 129, "invalid_value"),
+        ("n", "2", "invalid_type"), ("n", 1.5, "invalid_type"), ("n", True, "invalid_type"),
+        ("max_tokens", 0, "invalid_value"), ("max_tokens", 10**30, "invalid_value"),
+        ("max_tokens", "5", "invalid_type"), ("max_completion_tokens", 5.0, "invalid_type"),
+        ("seed", 1.5, "invalid_type"), ("temperature", "1", "invalid_type"),
+        ("temperature", True, "invalid_type"), ("top_p", [], "invalid_type"),
+        ("stream", "false", "invalid_type"), ("stream", 1, "invalid_type"),
+    ],
+)  # fmt: skip
+def test_a_value_that_no_api_takes_reaches_no_replica_and_blames_no_arm(
+    tmp_path, monkeypatch, name, value, code
+):
+    """Replicas differ in what they make of it: some fail, or answer in another form."""
+
+    async def scenario():
+        async with live_serving(published(), tmp_path, monkeypatch) as at:
+            status, data, _ = await at.ask("Hi", **{name: value})
+            error = json.loads(data)["error"]
+            assert (status, error["code"], error["param"]) == (400, code, name)
+            assert error["type"] == "invalid_request_error"
+            assert not at.fake.seen
+            assert not at.recorder.counts["failed"]
+            for fine in (None, 1):
+                if name != "stream":
+                    assert (await at.ask("Hi", **{name: fine}))[0] == 200
+
+    asyncio.run(scenario())
