@@ -1,6 +1,7 @@
 """An erasure meets a compaction of lineages at any request of either, or one that was killed."""
 
 import itertools
+import threading
 
 import pytest
 from forgotten_users import BOB, CAROL
@@ -172,6 +173,61 @@ def test_an_erasure_that_is_killed_anywhere_ends_when_it_runs_again(before, each
         assert forgotten(bucket, run, BOB) == [1]
         assert_whole(bucket, [BOB, CAROL])
     assert at > 20
+
+
+def interleave(bucket, run, i, j):
+    """Stops a compaction before its ``i``-th request and an erasure before its ``j``-th, then
+    finishes the compaction, and then the erasure; returns whether each came so far."""
+    stopped, go = threading.Event(), threading.Event()
+    failed = []
+
+    def stop():
+        stopped.set()
+        assert go.wait(60)
+
+    def work():
+        try:
+            compact(compaction)
+        except Exception as error:
+            failed.append(error)
+        finally:
+            stopped.set()
+
+    def finish():
+        go.set()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    compaction, erasure = Meeting(bucket, i, stop), Meeting(bucket, j, finish)
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert stopped.wait(60)
+    forgotten(erasure, run, BOB)
+    finish()
+    assert not failed
+    return compaction.left <= 0, erasure.left <= 0
+
+
+@pytest.mark.parametrize(
+    ("stops", "resumes"),
+    [
+        (range(12, 60, 7), range(9, 200, 31)),
+        pytest.param(range(1, 1000, 2), range(1, 1000, 3), marks=DRILLS),
+    ],
+)
+def test_an_erasure_that_goes_on_while_a_compaction_stands_leaves_nothing(stops, resumes):
+    pairs = 0
+    for i in stops:
+        for j in resumes:
+            bucket, run = stored()
+            came = interleave(bucket, run, i, j)
+            assert_whole(bucket, [BOB])
+            if not all(came):
+                break
+            pairs += 1
+        if not came[0]:
+            break
+    assert pairs >= 8, "both have requests to stand at"
 
 
 @DRILLS
