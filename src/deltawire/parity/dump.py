@@ -193,7 +193,7 @@ def _before_scoring(row: DumpRow, model: DumpModel) -> Mistake | None:
         raise InputError(f"row {row.number} has {count} tokens; the model takes {model.context}")
     if row.text is not None and not _spells(row, row.text, model):
         return Mistake("tokenizer", "the tokens do not spell the dump's text")
-    if len(row.logprobs) == len(row.prompt) != len(row.tokens) and row.tokens and row.prompt:
+    if len(row.logprobs) == len(row.prompt) != len(row.tokens) and row.tokens:
         tokens, prompt = np.ones(len(row.prompt), np.bool_), row.tokens
         turned = DumpRow(
             row.number, row.format, prompt, row.prompt, row.logprobs, tokens, row.temperature

@@ -32,7 +32,9 @@ def served(tmp_path_factory):
         version(rate)[0].bfloat16().save_pretrained(folders[name])
     patch = pytest.MonkeyPatch()
     patch.setenv("DELTAWIRE_ATTEST", "1")  # Or weights cannot be reloaded on a CPU.
-    with Server(MODEL, folder / "log", tokenizer=True) as server:
+    memory = str(512 << 20)  # For all prompts of a look, which come again in the next one.
+    arguments = ["--kv-cache-memory-bytes", memory]
+    with Server(MODEL, folder / "log", *arguments, tokenizer=True) as server:
         url = f"http://127.0.0.1:{server.port}"
         yield SimpleNamespace(server=server, url=url, folders=folders)
     patch.undo()

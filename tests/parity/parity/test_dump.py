@@ -348,15 +348,15 @@ def test_rows_of_more_tokens_than_the_model_takes_are_refused():
     assert found.wrong_rows == {"version": 2, "unknown": 1}
 
 
-def short(count, noise, *, far=0, seed=3, length=1):
-    """Answers of few tokens of an engine with this noise; ``far`` are off by 0.8 nats."""
+def short(count, noise, *, far=0, off=0.0, seed=3, length=1):
+    """Answers of few tokens of an engine with this noise; ``far`` are off by 0.8 nats more."""
     model, drawn = table_model(), np.random.default_rng(seed)
     rows = []
     for number in range(count):
         prompt = drawn.integers(0, VOCABULARY, 4).tolist()
         tokens = drawn.integers(0, VOCABULARY, length).tolist()
         held = scores(model, prompt, tokens) + drawn.laplace(0, noise, length)
-        held -= 0.8 * (number < far)
+        held -= off + 0.8 * (number < far)
         rows.append({"prompt": prompt, "tokens": tokens, "logprobs": held.tolist()})
     return rows
 
@@ -375,8 +375,21 @@ def test_short_answers_are_judged_together(length):
     assert sum(wrong.wrong_rows.values()) >= 6, "more than 2 % are far off"
     assert judged(short(100, 0.02, far=2, length=length)).sound
     assert not judged(short(30, 0.2, length=length)).sound, "few are far off, all are noisy"
+    assert not judged(short(60, 0.0, off=0.25, length=length)).sound, "none is far off, all are off"
     zeros = edited(clear, short(5, 0.04, length=length))
     assert judged(zeros).wrong_rows == {"zero-filled": 5}
+
+
+def test_few_tokens_are_no_evidence_of_another_temperature():
+    model, drawn = table_model(), np.random.default_rng(3)
+    for _ in range(30):
+        prompt, token = drawn.integers(0, VOCABULARY, 4).tolist(), int(drawn.integers(VOCABULARY))
+        held = scores(model, prompt, [token], 0.9)
+        row = {"prompt": prompt, "tokens": [token], "logprobs": held.tolist()}
+        assert (
+            not judged([row]).wrong_rows.get("temperature")
+            or abs(held[0] - scores(model, prompt, [token])[0]) > 0.5
+        )
 
 
 def test_long_answers_are_scored_in_parts(monkeypatch):

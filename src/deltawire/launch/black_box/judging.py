@@ -115,6 +115,11 @@ class TwoSided:
                 return sign
         return 0
 
+    @property
+    def leans(self) -> bool:
+        """Returns whether there is more evidence that the mean is above 0 than below."""
+        return self._tests[1].log_evidence > self._tests[-1].log_evidence
+
 
 def fit_payoff(gaps: Floats, noise: Floats) -> float:
     """Returns how far the mean gap exceeds `NOISE` times the noise, from -1 to 1."""
@@ -204,10 +209,11 @@ class EndpointTests:
 
     @property
     def finished(self) -> bool:
-        """Returns whether further sequences cannot change what is reported of the weights."""
+        """Returns whether further sequences cannot change what is reported of the weights, and
+        nothing speaks for a stale cache that is not certain yet."""
         if self.weights == "different":
             return len(self.names) == 1 or self.fits is not None
-        return self.weights == "same"
+        return self.weights == "same" and not (self.cache_undecided and self._cache.leans)
 
     def report(self, endpoint: str, notes: Sequence[str] = ()) -> BlackBoxReport:
         """Returns what was decided so far."""

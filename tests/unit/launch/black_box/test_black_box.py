@@ -73,6 +73,21 @@ def test_an_endpoint_that_does_not_say_its_tokens_says_so():
     assert "no cache was examined" in report.notes[0]
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_look_goes_on_while_the_cache_may_be_stale(stale):
+    """The weights are the same for certain after eight sequences."""
+    tests = EndpointTests(["version 4"], error=0.01)
+    exact, noise = np.full(40, -2.0), np.full(40, 0.05)
+    drawn = np.full(16, -2.0 - (0.13 if stale else 0.05))
+    while not tests.finished:
+        assert tests.sequences < 96
+        tests.add(exact - 0.01, [exact], noise)
+        tests.add_drawn(drawn, exact[:16], noise[:16])
+    assert tests.weights == "same"
+    assert tests.stale_cache == stale
+    assert (tests.sequences > 30) == stale, "an honest endpoint is not asked for longer"
+
+
 def test_the_same_weights_say_if_the_cache_is_undecided():
     class Divided(CachedEndpoint):
         """Cached prompts fit and do not in turn."""
@@ -82,8 +97,8 @@ def test_the_same_weights_say_if_the_cache_is_undecided():
             self.asked = getattr(self, "asked", 0) + 1
             return tokens, given - (self.asked % 2) * 0.5
 
-    report = looked(Divided(BASE, clears=True), {"version 4": BASE})
-    assert (report.verdict, report.cause) == ("same", "")
+    report = looked(Divided(BASE, clears=True), {"version 4": BASE}, count=32)
+    assert (report.verdict, report.cause, report.sequences) == ("same", "", 32)
     assert "after cached prompts" in report.notes[0]
     assert looked(CachedEndpoint(BASE, clears=True), {"version 4": BASE}).notes == []
 
