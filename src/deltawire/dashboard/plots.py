@@ -258,8 +258,9 @@ def _keep_to_shares(axes: Any) -> None:
     low, high = axes.get_ylim()
     room = 0.05 * (high - low)
     axes.set_ylim(max(low, -room), min(high, 1 + room))
+    digits = 0 if high - low > 0.08 else 1  # Or several ticks of a narrow range would be alike.
     axes.yaxis.set_major_formatter(
-        lambda value, _: f"{100 * value:.0f} %" if -1e-9 < value < 1 + 1e-9 else ""
+        lambda value, _: f"{100 * value:.{digits}f} %" if -1e-9 < value < 1 + 1e-9 else ""
     )
 
 

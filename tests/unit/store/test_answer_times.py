@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from benchmarks.scale.storm import simulate_store
 from benchmarks.scale.storm_stores import KeepingUp, Queueing, Refusing
-from deltawire.store.answer_times import CLASSES, PATIENCE, ROUND, SLOW, AnswerTimes, class_of
+from deltawire.store.answer_times import (
+    CLASSES,
+    FIRST_ROUND,
+    PATIENCE,
+    ROUND,
+    SLOW,
+    AnswerTimes,
+    class_of,
+)
 from deltawire.store.host_limit import HostLimit
 from deltawire.store.request_limit import MOST, SLOW_LEAST, RequestWindow
 from deltawire.store.translation import outcome_of
@@ -229,3 +237,14 @@ def test_its_state_is_taken_over_as_it_is(answers):
             times.begin()
         other.restore(times.state())
         assert other.state() == times.state()
+
+
+def test_a_lowest_mean_that_chance_made_is_forgotten():
+    times = AnswerTimes()
+    for _ in range(FIRST_ROUND):
+        times.note(1000, 0.05, 1.0)
+    answers = 0
+    while times.note(1000, 0.1, 1.0) > SLOW or answers < ROUND:
+        answers += 1
+        assert answers < 10_000
+    assert answers > 1000, "a store that is slow for a few rounds is not forgiven"

@@ -92,6 +92,19 @@ def test_the_requests_of_all_processes_count(path):
         other.stdout.close()
 
 
+def test_a_forked_process_counts_its_parents_requests_once(path, monkeypatch):
+    """The file has them under the parent's id, and the child a copy of its parent's count."""
+    now = [100.0]
+    limit = HostLimit(path, clock=lambda: now[0])
+    child = os.getpid() + 1
+    with limit.request(outcome_of):
+        now[0] = 101.0
+        monkeypatch.setattr(host_limit.os, "getpid", lambda: child)
+        assert limit._admit(bulk=False) == 0
+        assert limit._under_way == 2
+        assert limit._begun == [101.0]
+
+
 def test_a_process_that_died_or_was_stopped_is_not_waited_for(path):
     now = [100.0]
     limit = HostLimit(path, clock=lambda: now[0])

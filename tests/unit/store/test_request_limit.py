@@ -100,13 +100,22 @@ def test_a_store_that_answers_nothing_gets_a_request_in_minutes():
 
 
 def test_a_few_refusals_by_chance_cost_no_long_pause():
-    window, now = RequestWindow(), 0.0
+    window, now = RequestWindow(), 1.0
     window.answered(0.0, 0.1)
-    for _ in range(8):
-        now = max(now, window.opens_at(0)) + 0.1
-        window.sent(0, now - 0.1)
-        window.refused(now - 0.1, now)
-    assert now < 8, "pauses of 10 s and more without the limit"
+    for _ in range(12):  # One after another, as the processes of a host may get them.
+        window.refused(now, now + 0.01)
+        now += 0.02
+    assert window.request_s < 0.6 * now, "5 s without the limit on pauses"
+
+
+def test_a_small_window_loses_less_by_a_refusal():
+    window = RequestWindow()
+    window.answered(0.0, 1.0)
+    window.size = 1.5
+    window.refused(1.1, 1.2)
+    assert window.size == pytest.approx(0.5 * 1.5)
+    window.refused(1.3, 1.4)
+    assert window.size == pytest.approx(0.7 * 0.5 * 1.5)
 
 
 def test_a_request_without_an_answer_leaves_the_window_as_it_is():

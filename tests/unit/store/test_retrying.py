@@ -4,6 +4,7 @@ import pytest
 
 from deltawire.errors import InputError, RetryError
 from deltawire.store import MeteredBucket, RetryingBucket, RetryPolicy, open_bucket
+from deltawire.store.retrying import writer_pause_s
 from deltawire.testing.faulty import FaultyBucket, disk_full
 
 CALLS = {
@@ -82,3 +83,11 @@ def test_callers_that_were_refused_together_do_not_ask_again_together():
     for pauses in found:
         for pause, longest in zip(pauses, (1.5, 3.0, 6.0), strict=True):
             assert longest / 3 <= pause <= longest
+
+
+@pytest.mark.parametrize(
+    ("refused_s", "pause_s"),
+    [(0.0, 0.01), (1.0, 0.03), (4.9, 0.147), (5.0, 0.5), (60.0, 6.0), (3600.0, 120.0)],
+)
+def test_a_refused_write_waits_a_share_of_the_time_since_it_was_first_refused(refused_s, pause_s):
+    assert writer_pause_s(refused_s) == pytest.approx(pause_s)
