@@ -227,8 +227,8 @@ def disk_s3_server(tmp_path_factory):
 
 @pytest.fixture
 def new_bucket(request, tmp_path):
-    """``new_bucket(kind)`` is an empty bucket in a folder, in memory, or on an S3 server."""
-    from deltawire.store import open_bucket
+    """``new_bucket(kind)`` is an empty bare bucket: a folder, in memory, or on an S3 server."""
+    from deltawire.store import open_bare_bucket
 
     place = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name).strip("-")
     numbers = count()
@@ -236,16 +236,16 @@ def new_bucket(request, tmp_path):
     def make(kind):
         number = next(numbers)
         if kind == "memory":
-            return open_bucket("memory://")
+            return open_bare_bucket("memory://")
         if kind == "folder":
-            return open_bucket(str(tmp_path / f"bucket-{number}"), create=True)
+            return open_bare_bucket(str(tmp_path / f"bucket-{number}"), create=True)
         if kind == "disk":
             server = request.getfixturevalue("disk_s3_server")
             path = f"{request.node.path.stem}/{place}/{number}"
-            return server.open(path, retry_config=QUICK_RETRIES)
+            return server.open_bare(path, retry_config=QUICK_RETRIES)
         server = request.getfixturevalue({"s3": "s3_server", "moto": "moto_server"}[kind])
         url = f"s3://drills/{request.node.path.stem}/{place}/{number}"
-        return server.open(url, retry_config=QUICK_RETRIES)
+        return server.open_bare(url, retry_config=QUICK_RETRIES)
 
     return make
 

@@ -328,7 +328,7 @@ class ClockedBucket(DelegatingBucket):
 
     Example::
 
-        bucket = ClockedBucket(open_bucket("memory://"))
+        bucket = ClockedBucket(open_bare_bucket("memory://"))
     """
 
     created_at = 0.0

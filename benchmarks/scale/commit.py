@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.scale.rows import median_row
 from benchmarks.training.keys import Measured, Options
 from deltawire import codec
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync import Mirror, ShardPublisher, open_publisher
 from deltawire.sync.publish.anchor_schedule import AnchorSchedule
 from deltawire.sync.publish.commit import VersionWriter
@@ -58,8 +58,8 @@ def commit(ranks: int, *, seed: int = 0) -> dict[str, Any]:
         _store_part(inner, run, _mirror(weights, names[rank], digest), rank, ranks)
     bucket = SimulatedBucket(inner)
     leader = ShardPublisher(
-        bucket, run, _mirror(weights, names[0], digest), rank=0, ranks=ranks, epoch=1,
-        session=SESSION, anchor_every=0, timeout_s=600,
+        RetryingBucket(bucket), run, _mirror(weights, names[0], digest), rank=0, ranks=ranks,
+        epoch=1, session=SESSION, anchor_every=0, timeout_s=600,
     )  # fmt: skip
     bucket.requests = Counter()
     started = time.perf_counter()

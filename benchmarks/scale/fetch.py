@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.scale.rows import median_row
 from benchmarks.training.keys import Measured, Options
 from deltawire.errors import BugError
-from deltawire.store import open_bucket
+from deltawire.store import RetryingBucket, open_bucket
 from deltawire.sync import load_mirror, open_publisher
 from deltawire.testing.simulated import SimulatedBucket
 from deltawire.wire.run import TensorSpec
@@ -49,7 +49,7 @@ def fetch(blobs: int, *, seed: int = 0) -> dict[str, Any]:
     bucket = SimulatedBucket(inner)
     bucket.requests = Counter()
     started = time.perf_counter()
-    load_mirror(bucket, publisher.run, into=mirror)
+    load_mirror(RetryingBucket(bucket), publisher.run, into=mirror)
     seconds = time.perf_counter() - started
     if any((mirror.tensors[n] != bits).any() for n, bits in weights.items()):
         raise BugError("the reader does not hold what was published")

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.training.keys import Measured, Options
 from deltawire.dashboard.status import Watch
 from deltawire.errors import BugError
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync import open_publisher, read_manifest
 from deltawire.sync.huggingface.publish_dirs import CheckpointPublisher
 from deltawire.testing.simulated import SimulatedBucket
@@ -52,7 +52,7 @@ def start_publish(versions: int) -> dict[str, Any]:
         pass
     bucket = SimulatedBucket(inner)
     started = time.perf_counter()
-    with CheckpointPublisher(bucket):
+    with CheckpointPublisher(RetryingBucket(bucket)):
         pass
     seconds = time.perf_counter() - started
     return {

@@ -29,7 +29,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from deltawire.errors import InputError, RetryError
 from deltawire.placement.layout import TORCH_DTYPES
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.sync import find_run, load_mirror, newest_version, open_publisher, read_run
 from deltawire.sync.follow.mirror import Mirror, rows_of
 from deltawire.sync.publish.commit import STEP_RECORD
@@ -85,7 +85,7 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not self.is_master:
             return None
         if self._publisher is None:
-            bucket = RetryingBucket.over(open_bucket(self.run, create=True))
+            bucket = open_bucket(self.run, create=True)
             if find_run(bucket) is None or newest_version(bucket) is None:
                 return {"version": 0}
             self._publisher = continue_publisher(bucket, max_outage=self._max_outage)
@@ -160,7 +160,7 @@ class BucketCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _load(self) -> tuple[Run, Mirror]:
         """Returns the run, and the mirror at the version that is being sent; waits for it."""
         deadline = time.monotonic() + self._timeout_s
-        bucket: Bucket = RetryingBucket.over(open_bucket(self.run, create=True))
+        bucket: Bucket = open_bucket(self.run, create=True)
         while True:
             try:
                 return self._load_from(bucket, deadline)

@@ -17,7 +17,7 @@ from itertools import count
 
 import pytest
 
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.store_suite import StoreSuite
 
 pytestmark = pytest.mark.drills
@@ -77,7 +77,7 @@ def azurite(tmp_path_factory):
 class TestAzurite(StoreSuite):
     @pytest.fixture
     def bucket(self, azurite):
-        return open_bucket(
+        return open_bare_bucket(
             f"az://drills/{next(NUMBERS)}",
             account_name=ACCOUNT,
             account_key=KEY,

@@ -21,7 +21,7 @@ def test_a_server_that_is_killed_keeps_what_it_answered(tmp_path):
     server, lost = DiskS3Server(tmp_path / "objects"), 0
     try:
         for at in range(2, 26, 2):
-            inner = server.open("killed", retry_config={"max_retries": 0})
+            inner = server.open_bare("killed", retry_config={"max_retries": 0})
             bucket = KillsItsServer(inner, server, at)
             history = record(bucket, f"one/{at}", clients=4, rounds=4)
             bucket.killing.join()

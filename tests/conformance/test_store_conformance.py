@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.proxy import FaultyProxy
 from deltawire.testing.store_suite import StoreSuite
@@ -16,7 +16,7 @@ from deltawire.testing.store_suite import StoreSuite
 class TestFolder(StoreSuite):
     @pytest.fixture
     def bucket(self, tmp_path):
-        yield open_bucket(str(tmp_path / "bucket"), create=True)
+        yield open_bare_bucket(str(tmp_path / "bucket"), create=True)
         # No test wrote outside the bucket or left a temporary file in it.
         assert [path.name for path in tmp_path.iterdir()] == ["bucket"]
         assert not list((tmp_path / "bucket").rglob("*#*"))
@@ -27,19 +27,19 @@ class TestFolderUrl(StoreSuite):
     def bucket(self, tmp_path):
         folder = tmp_path / "with space and ü"
         folder.mkdir()
-        return open_bucket(folder.as_uri())
+        return open_bare_bucket(folder.as_uri())
 
 
 class TestMemory(StoreSuite):
     @pytest.fixture
     def bucket(self):
-        return open_bucket("memory://")
+        return open_bare_bucket("memory://")
 
 
 class TestFaultyAtRest(StoreSuite):
     @pytest.fixture
     def bucket(self):
-        return FaultyBucket(open_bucket("memory://"))
+        return FaultyBucket(open_bare_bucket("memory://"))
 
 
 class TestS3(StoreSuite):
@@ -66,14 +66,14 @@ class TestS3BehindTheProxyAtRest(StoreSuite):
     def bucket(self, s3_server, request):
         with FaultyProxy(s3_server.endpoint) as proxy:
             url = f"s3://drills/proxy-at-rest/{request.node.name}"
-            yield s3_server.open(url, endpoint=proxy.endpoint)
+            yield s3_server.open_bare(url, endpoint=proxy.endpoint)
 
 
 class LooksBeforeItWrites(Bucket):
     """A store whose create is two steps: all writers look before any of them writes."""
 
     def __init__(self, writers):
-        inner = open_bucket("memory://")
+        inner = open_bare_bucket("memory://")
         super().__init__(inner.store, inner.url, local=True)
         self.all_have_looked = threading.Barrier(writers)
 

@@ -13,7 +13,7 @@ from outage_clock import OutageClock
 
 from deltawire.errors import InputError, RetryError
 from deltawire.placement.layout import TORCH_DTYPES
-from deltawire.store import Bucket, RetryingBucket, RetryPolicy, open_bucket
+from deltawire.store import Bucket, RetryingBucket, RetryPolicy, open_bare_bucket
 from deltawire.sync import (
     find_run,
     load_mirror,
@@ -85,7 +85,7 @@ def test_each_version_is_what_the_algorithm_trained_and_a_run_is_continued(
         algorithm.callbacks[0].close()
     finally:
         algorithm.stop()
-    bucket = open_bucket(str(tmp_path))
+    bucket = open_bare_bucket(str(tmp_path))
     run = read_run(bucket)
     for version, iteration in enumerate((0, 2, 4)):
         assert same(weights_at(bucket, version), states[iteration])
@@ -116,7 +116,7 @@ def test_rounded_weights_are_published_as_what_they_are(config: Any, tmp_path: P
         wanted = trained(algorithm, torch.bfloat16)
     finally:
         algorithm.stop()
-    assert same(weights_at(open_bucket(str(tmp_path)), 1), wanted)
+    assert same(weights_at(open_bare_bucket(str(tmp_path)), 1), wanted)
 
 
 def test_a_module_that_is_not_there_is_named_beside_those_that_are(
@@ -127,7 +127,7 @@ def test_a_module_that_is_not_there_is_named_beside_those_that_are(
     config.callbacks(callbacks_class=partial(Publish, str(tmp_path), module="pilot"))
     with pytest.raises(InputError, match="no module 'pilot'; it has default_policy"):
         config.build_algo()
-    assert find_run(open_bucket(str(tmp_path))) is None
+    assert find_run(open_bare_bucket(str(tmp_path))) is None
 
 
 def test_wrong_options_are_refused_at_once(ray: Any) -> None:
@@ -143,7 +143,7 @@ class _Store:
     """A store in memory that a test takes away, and the clock of a publisher that waits for it."""
 
     def __init__(self) -> None:
-        self.bucket = FaultyBucket(open_bucket("memory://"))
+        self.bucket = FaultyBucket(open_bare_bucket("memory://"))
         self.clock = OutageClock(0, None)
 
     def open(self, _url: str, tensors: Any, **options: Any) -> Any:

@@ -20,7 +20,7 @@ import pytest
 from blake3 import blake3
 
 from deltawire.errors import DeltawireError
-from deltawire.store import ObjectMeta, open_bucket, retrying
+from deltawire.store import ObjectMeta, RetryingBucket, open_bare_bucket, retrying
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.testing.faulty import FaultyBucket, flip_bit, half
 
@@ -67,7 +67,7 @@ class DatedBucket(DelegatingBucket):
     """A bucket in memory whose objects are dated by a clock."""
 
     def __init__(self, clock):
-        super().__init__(open_bucket("memory://"))
+        super().__init__(open_bare_bucket("memory://"))
         self.clock = clock
         self.dates = {}
 
@@ -135,8 +135,8 @@ class Stage:
         return made
 
     def bucket(self, name="run"):
-        """The bucket that a command gets."""
-        return self.faulty[name]
+        """The bucket that a command gets: one that repeats, as `open_bucket` returns it."""
+        return RetryingBucket(self.faulty[name])
 
     def sound(self, name="run"):
         """The bucket that an audit reads."""
@@ -178,7 +178,7 @@ def _changed(change, *, times=1):
     """Makes a damage of the ``change`` of an answer's bytes."""
 
     def damage(stage, answer):
-        stage.bucket(answer.store).damage(
+        stage.faulty[answer.store].damage(
             answer.key, change(stage, answer), verb=answer.verb, at=answer.nth, times=times
         )
 
@@ -205,7 +205,7 @@ def _another_object(stage, answer):
 
 def _replaced(change):
     def damage(stage, answer):
-        stage.bucket(answer.store).replace(
+        stage.faulty[answer.store].replace(
             answer.verb, answer.key, at=answer.nth, answer=change(stage, answer)
         )
 
@@ -234,14 +234,14 @@ def _stale(stage, answer):
 
 
 def _late(stage, answer):
-    stage.bucket(answer.store).pause(
+    stage.faulty[answer.store].pause(
         answer.verb, answer.key, at=answer.nth, done=True,
         wait=lambda: stage.clock.advance(LATE_S),
     )  # fmt: skip
 
 
 def _late_delete(stage, answer):
-    bucket = stage.bucket(answer.store)
+    bucket = stage.faulty[answer.store]
     bucket.postpone("delete", answer.key, at=answer.nth)
     stage.clock.arrive_in(ARRIVES_S, bucket.deliver)
 

@@ -25,7 +25,6 @@ from deltawire.rl.trainer.rollbacks import RollbackWatch
 from deltawire.runtime.compacted_segments import list_compacted, require_compacted
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_archive import EventArchiver, archived_segments
-from deltawire.store import RetryingBucket
 from deltawire.sync import load_mirror, newest_version, read_manifest, read_run
 from deltawire.sync.chain.retention import prune
 from deltawire.sync.chain.tags import add_tag, tagged_version
@@ -415,7 +414,7 @@ def restore_stage():
 
 
 def run_restore(stage):
-    watch = RollbackWatch(RetryingBucket.over(stage.bucket()), stage.facts["run"], checkpoints=1)
+    watch = RollbackWatch(stage.bucket(), stage.facts["run"], checkpoints=1)
     decision = watch.poll(version=6)
     return None if decision is None else watch.record(decision, version=6)
 
@@ -477,7 +476,7 @@ def compaction_of_answers_stage(*, compacted=False):
 
 
 def run_compaction_of_answers(stage, bucket=None):
-    bucket = bucket or RetryingBucket.over(stage.bucket())
+    bucket = bucket or stage.bucket()
     made = 0
     for stream in ("captures", "feedback"):
         one = StreamCompactor(bucket, ServedRows(stream), "g0", clock=age_of(stage.clock))
@@ -524,7 +523,7 @@ def finished_compaction_of_answers(stage, sound):
 
 
 def run_expiry(stage):
-    bucket = RetryingBucket.over(stage.bucket())
+    bucket = stage.bucket()
     return sum(
         StreamCompactor(bucket, ServedRows(stream), "g0").expire(NOW - 10 * DAY_S)
         for stream in ("captures", "feedback")
@@ -599,7 +598,7 @@ def live_stage():
 
 
 def run_forget(stage):
-    return forget_user(RetryingBucket.over(stage.bucket()), stage.facts["run"], USER)
+    return forget_user(stage.bucket(), stage.facts["run"], USER)
 
 
 def audit_forget(stage, record):
@@ -636,7 +635,7 @@ def finished_forget(stage, sound):
 
 
 def run_rebuild(stage):
-    bucket = RetryingBucket.over(stage.bucket())
+    bucket = stage.bucket()
     return rebuild_without(bucket, stage.facts["run"], [3], by="ann", now=1.0)
 
 
@@ -673,9 +672,9 @@ def release_stage():
 
 
 def run_release(stage):
-    released = ReleasedGroups(RetryingBucket.over(stage.bucket()), stage.facts["run"])
+    released = ReleasedGroups(stage.bucket(), stage.facts["run"])
     released.poll()
-    stage.bucket().heal()
+    stage.faulty["run"].heal()
     released.poll()
     return released.groups
 

@@ -12,6 +12,7 @@ from exploring import World
 from stepping import Process, ScriptedBucket
 from worlds import History, Kept, Snapshot, deleter, follower, retention
 
+from deltawire.store import RetryingBucket
 from deltawire.sync.chain.payloads import all_blobs
 from deltawire.sync.publish.compaction import Compactor
 from deltawire.wire import keys
@@ -25,7 +26,7 @@ def compactor(name: str, history: History) -> Process:
     """Makes the compacted delta that is due, and says so."""
 
     def body(bucket: ScriptedBucket) -> None:
-        made = Compactor(bucket, history.run, (TARGET - BASE,), threads=1)
+        made = Compactor(RetryingBucket(bucket), history.run, (TARGET - BASE,), threads=1)
         for base, target in made.compact_up_to(TARGET):
             bucket.note("compacted", base, target)
 

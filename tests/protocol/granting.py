@@ -14,6 +14,7 @@ from deltawire.config import parse_config
 from deltawire.errors import FencedError
 from deltawire.rl.control.credits import CreditIssuer, settle
 from deltawire.runtime.fleet import known_trainer
+from deltawire.store import RetryingBucket
 from deltawire.sync import load_mirror
 from deltawire.sync.chain.objects import read_manifest
 from deltawire.sync.publish.commit import CommitStats
@@ -76,7 +77,7 @@ def trainer(name: str, history: History, steps: int, *, first: int, restarts: bo
     def body(bucket: ScriptedBucket) -> None:
         held, epoch = mirror_of(0, history.values[0]), 0
         if restarts:
-            held = load_mirror(bucket, history.run, threads=1)
+            held = load_mirror(RetryingBucket(bucket), history.run, threads=1)
             head = read_manifest(bucket, history.run, held.version)
             epoch = 0 if head is None else head.epoch
         before = known_trainer(bucket)

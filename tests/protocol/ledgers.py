@@ -11,6 +11,7 @@ from worlds import WRITER_KEYS, Commits, History, mirror_of, publisher_of, weigh
 from deltawire.errors import FencedError
 from deltawire.rl.control.credits import settle
 from deltawire.rl.control.rollout_retention import RolloutRetention
+from deltawire.store import RetryingBucket
 from deltawire.sync import load_mirror
 from deltawire.sync.chain.history import read_history
 from deltawire.sync.chain.objects import read_manifest
@@ -66,7 +67,7 @@ def trainer(
         held: Mirror = mirror_of(0, history.values[0])
         epoch = 0
         if restarts:
-            held = load_mirror(bucket, history.run, threads=1)
+            held = load_mirror(RetryingBucket(bucket), history.run, threads=1)
             head = read_manifest(bucket, history.run, held.version)
             epoch = 0 if head is None else head.epoch
         ledger = ledger_of(bucket, history, held.version)

@@ -11,6 +11,7 @@ from worlds import CHUNK, WRITER_KEYS, History, Kept, deleter, weights, writer
 
 from deltawire import codec
 from deltawire.errors import FencedError, InputError, ResyncError, RetryError
+from deltawire.store import RetryingBucket
 from deltawire.sync.follow.mirror import Mirror
 from deltawire.sync.publish.sharded import LEADER, ShardPublisher
 from deltawire.wire import keys
@@ -32,8 +33,8 @@ def rank(name: str, number: int, history: History, *, session: str, epoch: int =
         digest = codec.digest_model(weights(history.values[-1]))
         held = Mirror(part(history.values[-1]), version, digest, {"w": start} if start else {})
         publisher = ShardPublisher(
-            bucket, history.run, held, rank=number, ranks=RANKS, epoch=epoch, session=session,
-            anchor_every=1000, threads=1,
+            RetryingBucket(bucket), history.run, held, rank=number, ranks=RANKS, epoch=epoch,
+            session=session, anchor_every=1000, threads=1,
         )  # fmt: skip
         try:
             made = publisher.publish(part(NEW), metadata={"by": session}, wait=True)

@@ -14,7 +14,7 @@ from stepping import Process, ScriptedBucket
 from worlds import Commits, History, Snapshot, writer
 
 from deltawire import codec
-from deltawire.store import ObjectMeta
+from deltawire.store import ObjectMeta, RetryingBucket
 from deltawire.sync import load_mirror
 from deltawire.sync.chain.payloads import all_blobs
 from deltawire.sync.maintain.relay import Relay
@@ -54,7 +54,9 @@ def relay(name: str, versions: int) -> Process:
 
     def body(bucket: ScriptedBucket) -> None:
         region = RegionBucket(bucket)
-        made = Relay(bucket, region, strides=(), retain=False, threads=1)
+        made = Relay(
+            RetryingBucket(bucket), RetryingBucket(region), strides=(), retain=False, threads=1
+        )
         for _ in range(versions):
             done = made.step()
             if done is not None:
@@ -67,7 +69,7 @@ def reader(name: str, history: History) -> Process:
     """A reader of the region."""
 
     def body(bucket: ScriptedBucket) -> None:
-        mirror = load_mirror(RegionBucket(bucket), history.run, threads=1)
+        mirror = load_mirror(RetryingBucket(RegionBucket(bucket)), history.run, threads=1)
         bucket.note("holds", mirror.version, codec.digest_model(mirror.tensors).hex())
 
     return Process(name, body)

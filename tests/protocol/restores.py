@@ -14,6 +14,7 @@ from deltawire.errors import FencedError
 from deltawire.rl.control.credits import settle
 from deltawire.rl.trainer.rollbacks import RollbackWatch
 from deltawire.runtime.decision_log import DecisionLog
+from deltawire.store import RetryingBucket
 from deltawire.sync import load_mirror
 from deltawire.sync.chain.objects import read_manifest
 from deltawire.wire import keys
@@ -52,7 +53,7 @@ def trainer(name: str, history: History, steps: int, *, first: int, restarts: bo
     def body(bucket: ScriptedBucket) -> None:
         held, epoch = mirror_of(REJECTED, history.values[REJECTED]), 0
         if restarts:
-            held = load_mirror(bucket, history.run, threads=1)
+            held = load_mirror(RetryingBucket(bucket), history.run, threads=1)
             head = read_manifest(bucket, history.run, held.version)
             epoch = 0 if head is None else head.epoch
         version = held.version

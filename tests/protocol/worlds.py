@@ -13,7 +13,7 @@ from stepping import Process, ScriptedBucket
 
 from deltawire import codec
 from deltawire.errors import CorruptError, FencedError, InputError, ResyncError, RetryError
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, RetryingBucket, open_bucket
 from deltawire.sync import Mirror, Publisher, create_run, load_mirror
 from deltawire.sync.chain.gc_intents import delete_blobs, drop_dead_intents, store_clock
 from deltawire.sync.chain.objects import read_compacted_delta, read_manifest
@@ -76,7 +76,15 @@ class History:
 
 
 def publisher_of(bucket: Any, run: Run, mirror: Mirror, *, epoch: int, **options: Any) -> Publisher:
-    return Publisher(bucket, run, mirror, epoch=epoch, compaction_strides=(), threads=1, **options)
+    return Publisher(
+        RetryingBucket(bucket),
+        run,
+        mirror,
+        epoch=epoch,
+        compaction_strides=(),
+        threads=1,
+        **options,
+    )
 
 
 def writer(name: str, history: History, values: Sequence[int], *, anchors: bool = False) -> Process:
@@ -98,7 +106,7 @@ def restarted(name: str, history: History, values: Sequence[int]) -> Process:
     """A trainer that starts while others may still run: it loads the newest version first."""
 
     def body(bucket: ScriptedBucket) -> None:
-        held = load_mirror(bucket, history.run, threads=1)
+        held = load_mirror(RetryingBucket(bucket), history.run, threads=1)
         head = read_manifest(bucket, history.run, held.version)
         if head is None:
             raise CorruptError("its manifest is missing")
@@ -137,7 +145,7 @@ def reader(name: str, history: History, *, polls: int = 2) -> Process:
     def body(bucket: ScriptedBucket) -> None:
         held = None
         for _ in range(polls):
-            held = load_mirror(bucket, history.run, into=held, threads=1)
+            held = load_mirror(RetryingBucket(bucket), history.run, into=held, threads=1)
             bucket.note("holds", held.version, codec.digest_model(held.tensors).hex())
 
     return Process(name, body)
@@ -333,7 +341,7 @@ def retention(name: str, history: History, *, cutoff: int, grace: int = 0) -> Pr
     """Prunes what readers of version ``cutoff`` do not need."""
 
     def body(bucket: ScriptedBucket) -> None:
-        prune(bucket, history.run, cutoff=cutoff, grace_s=grace)
+        prune(RetryingBucket(bucket), history.run, cutoff=cutoff, grace_s=grace)
 
     return Process(name, body, writes=RETENTION_KEYS)
 
@@ -343,7 +351,7 @@ def tagger(name: str, history: History, version: int) -> Process:
 
     def body(bucket: ScriptedBucket) -> None:
         with suppress(InputError):
-            add_tag(bucket, history.run, version, "best")
+            add_tag(RetryingBucket(bucket), history.run, version, "best")
             bucket.note("tagged", version)
 
     return Process(name, body, writes=(keys.TAGS,))
@@ -377,7 +385,7 @@ def follower(name: str, history: History, *, held: int) -> Process:
     def body(bucket: ScriptedBucket) -> None:
         mirror = mirror_of(held, history.values[held])
         try:
-            mirror = load_mirror(bucket, history.run, into=mirror, threads=1)
+            mirror = load_mirror(RetryingBucket(bucket), history.run, into=mirror, threads=1)
         except (CorruptError, RetryError) as error:
             bucket.note("cannot read", held, error.message)
             raise

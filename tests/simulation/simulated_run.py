@@ -32,7 +32,7 @@ from deltawire.errors import (
 )
 from deltawire.runtime.fleet import next_epoch
 from deltawire.runtime.process import Process
-from deltawire.store import Bucket
+from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import Mirror, Publisher, Subscriber, create_run, load_mirror
 from deltawire.sync.chain.objects import read_manifest, read_run
 from deltawire.sync.chain.payloads import all_blobs
@@ -171,9 +171,10 @@ class SimulatedRun:
 
     def _bucket(self, connection: Connection, *, region: bool) -> Bucket:
         url, local = self.settings.url, self.settings.local
+        store = self.store
         if region:
-            return SimulatedBucket(self.region.store, connection, self.region.url, local=local)
-        return SimulatedBucket(self.store, connection, url, local=local)
+            store, url = self.region.store, self.region.url
+        return RetryingBucket(SimulatedBucket(store, connection, url, local=local))
 
     def begin(self) -> None:
         """Starts the processes."""

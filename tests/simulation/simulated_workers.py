@@ -36,7 +36,7 @@ from deltawire.runtime import heartbeat
 from deltawire.runtime.fleet import Fleet, known_trainer
 from deltawire.runtime.process import Process
 from deltawire.runtime.reaper import Reaper
-from deltawire.store import Bucket
+from deltawire.store import Bucket, without_retries
 from deltawire.sync import Publisher, read_history
 from deltawire.wire import keys
 from deltawire.wire.ledger import GROUP_HASH_DIGITS, CommitMetadata, Ledger, ranges_of
@@ -59,6 +59,7 @@ CONFIG = parse_config(
 
 
 def _impatient(bucket: Bucket) -> Bucket:
+    bucket = without_retries(bucket)
     assert isinstance(bucket, SimulatedBucket)
     return bucket.with_timeout(heartbeat.REQUEST_S)
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deltawire.store import Bucket, DelegatingBucket, open_bucket
+from deltawire.store import Bucket, DelegatingBucket, open_bare_bucket
 
 START_S = 60.0
 BUCKET = "drills"
@@ -54,9 +54,9 @@ class DiskS3Server:
         self._process.kill()
         self._process.wait()
 
-    def open(self, path: str, **options: Any) -> Bucket:
+    def open_bare(self, path: str, **options: Any) -> Bucket:
         """Opens a place in its bucket."""
-        return open_bucket(
+        return open_bare_bucket(
             f"s3://{BUCKET}/{path}",
             endpoint=f"http://127.0.0.1:{self.port}",
             access_key_id="testing",

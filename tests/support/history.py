@@ -8,7 +8,7 @@ from functools import lru_cache
 import blake3
 
 from deltawire.errors import DeltawireError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import (
     Subscriber,
     load_mirror,
@@ -87,7 +87,7 @@ class History:
 
 def snapshot(bucket):
     """Copies a whole bucket into memory, reading each object once."""
-    copy = open_bucket("memory://")
+    copy = open_bare_bucket("memory://")
     names = bucket.list("")
 
     def read(key):

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 import deltawire
 import deltawire.slime
 from deltawire.errors import RetryError
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import DelegatingBucket, open_bare_bucket
 
 SLOW_S = 0.3
 
@@ -70,7 +70,7 @@ def publish_from_a_daemon(publisher):
 def publish_with_slime(url):
     """Publishes three directories from slime's hook; the store is away at the last one, and comes
     back before the end."""
-    bucket = SlowBucket(open_bucket(url, create=True))
+    bucket = SlowBucket(open_bare_bucket(url, create=True))
     deltawire.slime.open_bucket = lambda *_, **__: bucket
     os.environ[deltawire.slime.RUN] = url
     for version in range(3):
@@ -86,12 +86,12 @@ def publish_with_slime(url):
 
 def publish_from_open_publisher(url, way):
     """Publishes versions 1 and 2; the store is away from then on if the way says so."""
-    bucket = SlowBucket(open_bucket(url, create=True))
+    bucket = SlowBucket(open_bare_bucket(url, create=True))
     publisher = deltawire.open_publisher(bucket, weights(0))
     if way == "own handler":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
     if way == "two":
-        other = deltawire.open_publisher(open_bucket(f"{url}-2", create=True), weights(0))
+        other = deltawire.open_publisher(open_bare_bucket(f"{url}-2", create=True), weights(0))
         other.publish(weights(1))
     for version in (1, 2):
         publisher.publish(weights(version), metadata={"global_step": 10 * version})

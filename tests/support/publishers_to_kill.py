@@ -14,7 +14,7 @@ import sys
 import threading
 from itertools import count
 
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import start_publisher, weights
 
@@ -25,7 +25,7 @@ def say(text):
 
 def publish(order):
     """Publishes until killed. Each life has its own weights; all begin with the same model."""
-    bucket = FaultyBucket(open_bucket(order["location"], **order["options"]))
+    bucket = FaultyBucket(open_bare_bucket(order["location"], **order["options"]))
     if order["kill_at"] is not None:
         bucket.pause(
             at=order["kill_at"],

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 from deltawire import codec
 from deltawire.errors import DeltawireError
+from deltawire.store import RetryingBucket
 from deltawire.sync import Mirror, ShardPublisher
 from deltawire.testing.tiny import TENSORS, start_run, weights
 
@@ -37,7 +38,7 @@ def rank_publisher(
 ):
     options = {"epoch": 0, "anchor_every": 3, "timeout_s": 30, "ranks": RANKS, **options}
     return ShardPublisher(
-        bucket,
+        RetryingBucket.over(bucket),
         start_run(bucket),
         mirror_of(version, rank, digest) if mirror is None else mirror,
         rank=rank,

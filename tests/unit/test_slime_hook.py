@@ -9,7 +9,7 @@ from checkpoint_dirs import contents, write_directory
 
 import deltawire.slime
 from deltawire.errors import InputError
-from deltawire.store import RetryingBucket, RetryPolicy, open_bucket
+from deltawire.store import RetryingBucket, RetryPolicy, open_bare_bucket
 from deltawire.sync import load_mirror, newest_version, read_run
 from deltawire.testing.faulty import FaultyBucket
 
@@ -28,7 +28,7 @@ def test_each_version_is_committed_before_the_hook_returns(tmp_path, monkeypatch
         done = deltawire.slime.publish(SimpleNamespace(), str(path), [object()])
         assert (done.version, done.state) == (number - 1, "published")
         shutil.rmtree(path)  # slime does, once the engines have loaded it.
-        mirror = load_mirror(open_bucket(url), read_run(open_bucket(url)), at=number - 1)
+        mirror = load_mirror(open_bare_bucket(url), read_run(open_bare_bucket(url)), at=number - 1)
         assert {n: bits.tobytes() for n, bits in mirror.tensors.items()} == contents(number)
     # A restarted trainer goes on.
     deltawire.slime.close()
@@ -52,7 +52,7 @@ def test_without_a_run_it_says_what_to_set(tmp_path, monkeypatch):
 
 
 def newest(url):
-    bucket = open_bucket(url)
+    bucket = open_bare_bucket(url)
     run = read_run(bucket)
     mirror = load_mirror(bucket, run, at=newest_version(bucket))
     return mirror.version, {n: bits.tobytes() for n, bits in mirror.tensors.items()}
@@ -82,7 +82,7 @@ def test_training_goes_on_without_the_store(tmp_path, monkeypatch, caplog):
 
     def opened(location, **options):
         quick = RetryPolicy(retries=0)
-        buckets.append(FaultyBucket(open_bucket(location, **options)))
+        buckets.append(FaultyBucket(open_bare_bucket(location, **options)))
         return RetryingBucket(buckets[-1], quick)
 
     monkeypatch.setattr("deltawire.slime.open_bucket", opened)

@@ -13,7 +13,7 @@ import torch
 from outage_clock import OutageClock
 
 from deltawire.errors import InputError, RetryError
-from deltawire.store import RetryingBucket, RetryPolicy, open_bucket
+from deltawire.store import RetryingBucket, RetryPolicy, open_bare_bucket
 from deltawire.sync import read_manifest, read_run
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.testing.faulty import FaultyBucket
@@ -107,7 +107,7 @@ def test_rollout_workers_get_the_version_that_is_being_sent(registry, tmp_path):
     (received, _) = update(registry, trainers, rollouts, 3)
     assert torch.equal(received["model.norm.weight"], torch.full((8,), 4.0, dtype=torch.bfloat16))
     trainers[0].close()
-    bucket = open_bucket(url)
+    bucket = open_bare_bucket(url)
     run = read_run(bucket)
     steps = [read_manifest(bucket, run, version).metadata["global_step"] for version in range(4)]
     assert steps == [0, 1, 2, 3]
@@ -119,7 +119,7 @@ def away(registry, monkeypatch):
     """A store that tests take away, and the clock of all who wait for it, on either side."""
     import deltawire.verl as module
 
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     clock = OutageClock(0, None)
     quick = RetryPolicy(retries=1, sleep=lambda _: None)
     monkeypatch.setattr(module, "open_bucket", lambda *_, **__: RetryingBucket(bucket, quick))

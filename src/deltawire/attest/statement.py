@@ -21,7 +21,7 @@ from deltawire.builds import MAX_BUILD
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
 from deltawire.private_files import replace_private
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.wire.objects import FORMAT
 from deltawire.wire.payload import Sum
 from deltawire.wire.run import MAX_ELEMENTS, MAX_TENSORS, Name, TensorSpec
@@ -101,7 +101,7 @@ class Digests(
         elif is_http(location):
             send(location, limit=MAX_ANSWER_BYTES, token=token, body=data, method="PUT")
         elif is_url(location):
-            RetryingBucket.over(open_bucket(location)).put(FILE, data)
+            open_bucket(location).put(FILE, data)
         else:
             path = Path(location)
             replace_private(path if path.suffix == ".json" else path / FILE, data)
@@ -155,7 +155,7 @@ def read_digests(
         return decode_digests(data, where=location, public_key=public_key)
     if isinstance(location, Bucket) or is_url(location):
         bucket = location if isinstance(location, Bucket) else open_bucket(location)
-        held = RetryingBucket.over(bucket).get(FILE, limit=MAX_BYTES)
+        held = bucket.get(FILE, limit=MAX_BYTES)
         if held is None:
             raise InputError(f"there is no {FILE} in the bucket", run=bucket.url)
         return decode_digests(held, where=bucket.url, public_key=public_key)

@@ -16,7 +16,7 @@ from deltawire.launch.progress import Bars, bars
 from deltawire.launch.pull import PATIENCE_S, Pulled, note_held, reporting, wait_for_run
 from deltawire.runtime.reader_report import ReaderReporter
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
-from deltawire.store import MeteredBucket, RetryingBucket
+from deltawire.store import MeteredBucket
 from deltawire.sync import load_mirror, newest_version, read_run
 from deltawire.sync.chain.version_poller import VersionPoller, newest_readable
 
@@ -56,13 +56,13 @@ def merge_run(
     started = time.perf_counter()
     with bars(hidden=as_json) as bar:
         bucket = MeteredBucket(open_trusted(location, trust), lambda read, _: bar.advance(read))
-        run = read_run(RetryingBucket(bucket))
+        run = read_run(bucket)
         newest = newest_version(bucket) if version is None else version
         if newest is None:
             raise RetryError("no version is published yet", run=bucket.url)
         bar.begin(f"merging version {newest}")
         config = config_of(run, url=bucket.url)
-        report = write_merged(RetryingBucket(bucket), run, config, newest, out, floor=floor)
+        report = write_merged(bucket, run, config, newest, out, floor=floor)
         bar.hide()
         done = Merged(newest, bucket.read_bytes, time.perf_counter() - started, report)
         if as_json:
@@ -126,14 +126,13 @@ class _AdapterPuller:
         _check_free(directory)
         self._bucket, self._directory, self._bar = bucket, directory, bar
         self._json, self._threads = as_json, threads
-        self._retrying = RetryingBucket(bucket)
-        self._run = read_run(self._retrying)
+        self._run = read_run(self._bucket)
         self._config = config_of(self._run, url=bucket.url)
         self._adapter = adapter_of(self._run, self._config, url=bucket.url)
-        self._model = adapter_structure(self._retrying, self._run, self._adapter)
+        self._model = adapter_structure(self._bucket, self._run, self._adapter)
         self._specs = {one.name: one for one in self._run.tensors if one.name.startswith(PREFIX)}
         self._mirror = empty_mirror(self._run, select(self._run, list(self._specs)))
-        self._poller = VersionPoller(self._retrying, self._run)
+        self._poller = VersionPoller(self._bucket, self._run)
 
     def follow(self, reporter: ReaderReporter | None = None) -> None:
         """Writes each new version until interrupted."""
@@ -160,14 +159,14 @@ class _AdapterPuller:
 
         started, before = time.perf_counter(), self._bucket.read_bytes
         if version is None:
-            newest = newest_readable(self._retrying, self._run)
+            newest = newest_readable(self._bucket, self._run)
             if newest is None:
                 raise RetryError("no version is published yet", run=self._bucket.url)
             version = newest.version
         held = self._mirror.version
         base = None if held < 0 else held
         self._bar.begin(f"version {version}")
-        load_mirror(self._retrying, self._run, at=version, into=self._mirror, threads=self._threads)
+        load_mirror(self._bucket, self._run, at=version, into=self._mirror, threads=self._threads)
         tensors = {
             name: tensor_of(self._mirror.tensors[name], spec) for name, spec in self._specs.items()
         }

@@ -10,7 +10,7 @@ from deltawire.launch.branches.fork_copy import KnownFork
 from deltawire.launch.branches.fork_places import fork_names, forks_from, open_fork
 from deltawire.live.erasure.forgetting import GroupsNeededError, forget_pseudonyms
 from deltawire.runtime.process import beats
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync import find_run
 from deltawire.wire.lineage import Forgotten
 
@@ -41,7 +41,7 @@ def forget_in_forks(
     trainer will go on with those whose trainer is not alive."""
     found = []
     for name in fork_names(bucket):
-        fork = RetryingBucket.over(open_fork(bucket, name))
+        fork = open_fork(bucket, name)
         ended = no_trainer and not beats(fork, "trainer")
         found.append(_forget_in(fork, users, no_trainer=ended))
         found += forget_in_forks(fork, users, no_trainer=no_trainer)

@@ -55,7 +55,7 @@ from deltawire.serving.replica_sources import (
     ReplicaSource,
     check_replica_url,
 )
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket, without_retries
 from deltawire.sync import read_run
 from deltawire.wire.roles import GATEWAY_ROLE
 from deltawire.wire.run import Run
@@ -149,7 +149,7 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
             raise InputError(f"--{name.replace('_', '-')} must be above 0")
     signer = read_signer(options.key)
     bucket = open_trusted(location, options.trust, signer=signer, role=GATEWAY_ROLE)
-    bucket.over(RetryingBucket.over(bucket.inner)).check_writer()
+    bucket.check_writer()
     run = read_run(bucket)
     place = SecretPlace.of(options.secret, run)
     secret = place.read(bucket, run)
@@ -157,11 +157,13 @@ def run_gateway(location: str, options: GatewayOptions) -> None:
     admin = require_token(console, "admin token", options.admin_token_file, ADMIN_TOKEN_VARIABLE)
     Tokens(token, admin)  # Refused now, not after the bucket was read.
     folder = _state_folder(options, run)
+    # A gateway that serves asks again by itself, and its users must not wait for the store.
+    once = without_retries(bucket)
     with locked(folder):
         _refuse_an_older_key(bucket, folder, secret)
-        calls = _live_calls(options, bucket, run, folder, secret, lambda: place.read(bucket, run))
+        calls = _live_calls(options, once, run, folder, secret, lambda: place.read(once, run))
         beside = upstreams, clients, source
-        asyncio.run(_serve(options, beside, bucket, run, (token, admin), calls, console))
+        asyncio.run(_serve(options, beside, once, run, (token, admin), calls, console))
 
 
 def _state_folder(options: GatewayOptions, run: Run) -> Path:

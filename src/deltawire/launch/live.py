@@ -52,7 +52,7 @@ from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.heartbeat import read_heartbeat
 from deltawire.runtime.needs import config_of
 from deltawire.runtime.trusted import ReaderTrust, open_trusted
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync import newest_version, read_history, read_manifest, read_run
 from deltawire.wire.decisions import (
     DECAYED,
@@ -339,7 +339,6 @@ def open_releaser(location: str, options: ReleaseOptions, *, writes: bool) -> Re
     """Opens a run's decisions. In a signed run, writing needs the gateway role's key."""
     signer = read_signer(options.key)
     bucket = open_trusted(location, options.trust, signer=signer, role=GATEWAY_ROLE)
-    bucket = bucket.over(RetryingBucket.over(bucket.inner))
     if writes:
         bucket.check_writer()
     run = read_run(bucket)

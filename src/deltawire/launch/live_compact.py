@@ -15,7 +15,6 @@ from deltawire.live.compaction.maintenance import (
 from deltawire.runtime.compacted_segments import stored_owners
 from deltawire.runtime.needs import config_of
 from deltawire.runtime.trusted import ReaderTrust, open_trusted
-from deltawire.store import RetryingBucket
 from deltawire.sync import read_run
 from deltawire.wire.roles import GATEWAY_ROLE
 
@@ -29,7 +28,6 @@ def compact_run(location: str, *, trust: ReaderTrust, key: str = "") -> dict[str
     read, after everything else was done.
     """
     bucket = open_trusted(location, trust, signer=read_signer(key), role=GATEWAY_ROLE)
-    bucket = bucket.over(RetryingBucket.over(bucket.inner))
     bucket.check_writer()
     run = read_run(bucket)
     days = days_of(config_of(run, url=bucket.url).retain) if run.config else {}

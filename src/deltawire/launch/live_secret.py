@@ -29,7 +29,7 @@ from deltawire.live.deployment_secret import (
 from deltawire.private_files import open_private, private_folder, replace_private
 from deltawire.runtime.highest_version import state_folder
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync import read_run
 from deltawire.wire import keys
 from deltawire.wire.captures import MAX_GATEWAY_BYTES, GatewayState
@@ -284,15 +284,14 @@ def do_with_secret(
     """Does what ``deltawire live secret VERB`` does; returns the secret's place and the secret."""
     signer = read_signer(options.key)
     bucket = open_trusted(location, options.trust, signer=signer, role=GATEWAY_ROLE)
-    retrying = bucket.over(RetryingBucket.over(bucket.inner))
-    run = read_run(retrying)
+    run = read_run(bucket)
     place = SecretPlace.of(options.secret, run)
     if verb == "show":
-        return place, place.read(retrying, run)
-    retrying.check_writer()
+        return place, place.read(bucket, run)
+    bucket.check_writer()
     if verb == "rotate":
-        return place, rotate_secret(retrying, run, place, wait_s=options.wait_s)
+        return place, rotate_secret(bucket, run, place, wait_s=options.wait_s)
     if verb == "adopt" and not place.generations():
-        place.read(retrying, run)
+        place.read(bucket, run)
     adopt = adopted_generations(options.gateway_keys)
-    return place, create_secret(retrying, run, place, adopt=adopt)
+    return place, create_secret(bucket, run, place, adopt=adopt)

@@ -23,7 +23,7 @@ from deltawire.live.erasure.rebuilding import Rebuild, check_rebuildable, rebuil
 from deltawire.live.forgotten import forgotten_users, readmitted_users
 from deltawire.runtime.process import beats
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync import read_run
 from deltawire.wire import keys
 from deltawire.wire.keys import valid_name
@@ -64,14 +64,13 @@ class _Deployment:
             raise InputError("the user has no name")
         signer = read_signer(options.key)
         bucket = open_trusted(location, options.trust, signer=signer, role=GATEWAY_ROLE)
-        retrying = bucket.over(RetryingBucket.over(bucket.inner))
         if writes:
-            retrying.check_writer()
+            bucket.check_writer()
         run = read_run(bucket)
         place = SecretPlace.of(options.secret, run)
-        secret = place.read(retrying, run)
-        require_coverage(retrying, secret, without=options.without)
-        return cls(retrying, run, place, secret, name)
+        secret = place.read(bucket, run)
+        require_coverage(bucket, secret, without=options.without)
+        return cls(bucket, run, place, secret, name)
 
     def again(self) -> _Deployment:
         """Returns the deployment with its secret as it is now."""
@@ -235,7 +234,6 @@ def _learner_buckets(
                 hint="NAME is the --id of the learner, FILE its private key",
             )
         bucket = open_trusted(location, trust, signer=read_signer(file), role=worker_role(name))
-        bucket = bucket.over(RetryingBucket.over(bucket.inner))
         bucket.check_writer()
         found[name] = bucket
     return found

@@ -18,7 +18,7 @@ from deltawire.launch.tokens import read_token
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
-from deltawire.store import RetryingBucket
+from deltawire.store import without_retries
 from deltawire.sync import read_run
 
 OVER = frozenset({"finished", "stopped"})
@@ -70,7 +70,7 @@ def export_metrics(
     if not token and not listener.open:
         token = secrets.token_urlsafe(24)
         console.print(f"token {token}", markup=False, emoji=False)
-    collector = RunCollector(Watch(bucket, window_s=window_s), every_s=every_s)
+    collector = RunCollector(Watch(without_retries(bucket), window_s=window_s), every_s=every_s)
     app = application(collector, token=token)
     with listen(app, host=listener.host, port=listener.port, token=token) as server:
         host, port = server.server_address[:2]
@@ -101,11 +101,10 @@ def forward_metrics(
         config=redact(run.config),
         offline=destination.offline,
     )
-    tail, state, forwarder = EventTail(bucket), RunState(), Forwarder(tracker)
-    patient = RetryingBucket(bucket)
+    tail, state, forwarder = EventTail(without_retries(bucket)), RunState(), Forwarder(tracker)
     try:
         while True:
-            trainer = known_trainer(patient)
+            trainer = known_trainer(bucket)
             over = trainer is not None and trainer.phase in OVER
             state.add(tail.read(everything=over))
             version = forwarder.forward(state, over=over)

@@ -30,7 +30,7 @@ from deltawire.runtime.imports import importing
 from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.signed_bucket import grant_role
 from deltawire.runtime.trusted import ANY, ReaderTrust, owned_run, trusted
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.train.rank_agent import ending_at_once, is_follower, is_rank, run_ranks
 from deltawire.wire.keys import valid_name
 from deltawire.wire.roles import TRAINER_ROLE, Pin, role_of
@@ -129,7 +129,7 @@ def open_process(
     refuse_memory(bucket)
     signer = signer or read_signer(options.key)
     signed = trusted(bucket, options.trust, signer=signer, role=role_of(name))
-    signed.over(RetryingBucket.over(bucket)).check_writer()
+    signed.check_writer()
     return Process(signed, name, role, supervised=options.supervised, pid=pid)
 
 
@@ -208,7 +208,7 @@ def _ranks_of(location: str, source: tuple[RunConfig, Path] | None) -> int:
     if source is not None:
         return source[0].train.ranks
     try:
-        return open_run(RetryingBucket(open_bucket(location)))[1].train.ranks
+        return open_run(open_bucket(location))[1].train.ranks
     except (InputError, CorruptError):
         return 1
 

@@ -15,7 +15,7 @@ from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.launch.progress import Bars, bars
 from deltawire.runtime.reader_report import Kind, ReaderReporter
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
-from deltawire.store import Bucket, MeteredBucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, MeteredBucket, open_bucket
 from deltawire.store.opening import NoFolderError
 from deltawire.sync import Checkout, read_run
 from deltawire.sync.chain.version_poller import newest_readable
@@ -66,7 +66,7 @@ def pull_directory(
         if follow:
             wait_for_run(location, bar)
         bucket = MeteredBucket(open_trusted(location, trust), lambda read, _: bar.advance(read))
-        run = read_run(RetryingBucket(bucket))
+        run = read_run(bucket)
         if any(one.name.endswith((".lora_A", ".lora_B")) for one in run.tensors):
             # PEFT's own tensors end in ".weight".
             bar.log(
@@ -104,7 +104,7 @@ def wait_for_run(location: str, bar: Bars) -> None:
     while True:
         pause_s = FOLDER_POLL_S
         try:
-            bucket = RetryingBucket(open_bucket(location))
+            bucket = open_bucket(location)
             if bucket.exists(keys.RUN):
                 return
             pause_s = bucket.poll_s
@@ -143,7 +143,7 @@ class _Puller:
     def once(self, version: int | None) -> None:
         if version is None:
             self._finish()
-            newest = newest_readable(RetryingBucket(self._bucket), self._run)
+            newest = newest_readable(self._bucket, self._run)
             if newest is None:
                 raise RetryError("no version is published yet", run=self._bucket.url)
             self._bring(newest.version, known=newest)

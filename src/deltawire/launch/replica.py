@@ -14,7 +14,6 @@ from deltawire.launch.processes import pin, stay_off_the_hub
 from deltawire.runtime.imports import importing
 from deltawire.runtime.process import Process
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
-from deltawire.store import RetryingBucket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,6 @@ def serve_replica(location: str, options: ReplicaOptions) -> None:
     stay_off_the_hub()
     pin(options.cpus)
     bucket = open_trusted(location, options.trust)
-    bucket.over(RetryingBucket.over(bucket.inner))
     # It holds no lease and writes nothing: any number of replicas may have this name.
     process = Process(bucket, "replica", "worker", supervised=False)
     with process.handling_signals():

@@ -18,7 +18,7 @@ from deltawire.errors import InputError
 from deltawire.private_files import private_folder
 from deltawire.runtime.signed_bucket import grant_role
 from deltawire.runtime.trusted import owned_run
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.sync.chain.objects import find_run, read_run
 from deltawire.wire.keys import valid_name
 from deltawire.wire.roles import GATEWAY_ROLE, PROCESS_ROLES, TRAINER_ROLE, Pin
@@ -54,7 +54,7 @@ def grant_by_owner(
         )
     granted = Pin.parse(public_key)
     signer, bucket = Ed25519Signer.read(owner), open_bucket(location)
-    run = read_run(RetryingBucket(bucket), public_key=signer.public_key)
+    run = read_run(bucket, public_key=signer.public_key)
     grant_role(
         bucket, signer, run_id=run.id, role=role, public_key=granted.public_key, revoke=revoke
     )
@@ -63,7 +63,7 @@ def grant_by_owner(
 
 def refuse_signed(bucket: Bucket, keys: RunKeys | None) -> None:
     """Raises `InputError` if the run in the bucket is signed and ``keys`` are missing."""
-    run = find_run(RetryingBucket.over(bucket)) if keys is None else None
+    run = find_run(bucket) if keys is None else None
     if run is not None and run.public_key:
         raise InputError(
             "the run is signed, and no key was given",

@@ -46,7 +46,7 @@ from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.needs import config_of
 from deltawire.runtime.supervisor import COMMAND, ChildError, Supervisor
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, open_bucket, without_retries
 from deltawire.sync.chain.objects import find_run
 from deltawire.wire.roles import (
     EVALUATOR_ROLE,
@@ -216,15 +216,17 @@ def execute(
     before = {
         number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
     }
+    # These ask again each second anyway, and must not wait for a store meanwhile.
+    once = without_retries(job.bucket)
     supervisor = Supervisor(
-        job.bucket,
+        once,
         job.out / "logs",
         faults=job.config.faults,
         command=job.command,
         launcher=launcher,
     )
-    watcher = Watcher(job.config, job.bucket, console, plain=plain)
-    status_writer = StatusWriter(job.bucket)
+    watcher = Watcher(job.config, once, console, plain=plain)
+    status_writer = StatusWriter(once)
     watcher.read()
     try:
         watcher.start()

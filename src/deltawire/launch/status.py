@@ -14,6 +14,7 @@ from deltawire.dashboard.status_view import view
 from deltawire.display import safe_json
 from deltawire.errors import InputError, RetryError
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_trusted
+from deltawire.store import without_retries
 
 OVER = frozenset({"finished", "stopped"})
 
@@ -31,7 +32,9 @@ def show_status(
     for flag, value in (("--window", window_s), ("--every", every_s)):
         if not 0 < value <= 1e9:
             raise InputError(f"{flag} {value} is not a number of seconds above 0")
-    source = Watch(open_trusted(location, trust), window_s=window_s)
+    bucket = open_trusted(location, trust)
+    # A view that is renewed shows that the store does not answer instead of waiting for it.
+    source = Watch(without_retries(bucket) if watch else bucket, window_s=window_s)
     console = Console()
     if not watch:
         _print(console, source.poll(), as_json=as_json)

@@ -35,7 +35,7 @@ from deltawire.errors import CorruptError, DeltawireError, RetryError
 from deltawire.events import Role
 from deltawire.runtime.lease import Lease
 from deltawire.runtime.signed_bucket import SignedBucket
-from deltawire.store import Bucket, open_bucket, traffic
+from deltawire.store import Bucket, open_bare_bucket, traffic, without_retries
 from deltawire.store.lanes import in_lane
 from deltawire.store.request_limit import refusals_of, refused_ago_s
 from deltawire.store.retrying import RetryingBucket
@@ -89,7 +89,7 @@ class HeartbeatWriter:
         pid: int | None = None,
     ) -> None:
         self.faults = FaultsConfig()
-        self.lease = Lease(RetryingBucket(bucket), name, nonce)
+        self.lease = Lease(bucket, name, nonce)
         self.worker: Callable[[], WorkerStatus | None] = lambda: None
         self.alarm: Callable[[], str] = lambda: ""
         self.predecessor: Heartbeat | None = None
@@ -113,14 +113,14 @@ class HeartbeatWriter:
 
     def start(self) -> None:
         """Takes the name from its previous holder, and writes heartbeats from now on."""
-        patient = RetryingBucket(self._bucket)
-        before = read_heartbeat(patient, self._name) or read_tombstone(patient, self._name)
+        before = read_heartbeat(self._bucket, self._name)
+        before = before or read_tombstone(self._bucket, self._name)
         self.predecessor = before
         if before is not None and before.worker is not None:
             starting = msgspec.structs.replace(before.worker, phase="starting", attested=False)
             self.worker = lambda: starting  # Until the worker has more to report.
         self.lease.acquire(before.lease + 1 if before else 0)
-        self._write(patient, ended=False)
+        self._write(self._bucket, ended=False)
         self._bucket = impatient(self._bucket)
         self._thread.start()
 
@@ -246,14 +246,14 @@ def read_tombstone(bucket: Bucket, process: str) -> Heartbeat | None:
 
 
 def impatient(bucket: Bucket) -> Bucket:
-    """Returns the same bucket with short timeouts: a hanging request must not last longer than the
-    outage.
+    """Returns the same bucket with short timeouts and one attempt an operation: a hanging request
+    must not last longer than the outage.
     """
     if isinstance(bucket, SignedBucket):
-        return bucket.over(impatient(bucket.inner))
+        return bucket.with_inner(impatient(bucket.inner))
     if bucket.local:
-        return bucket
-    return open_bucket(
+        return without_retries(bucket)
+    return open_bare_bucket(
         bucket.url,
         retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=REQUEST_S)},
         client_options={"timeout": timedelta(seconds=REQUEST_S)},

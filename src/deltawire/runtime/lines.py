@@ -6,7 +6,7 @@ from deltawire.config.served import published
 from deltawire.errors import InputError
 from deltawire.runtime.needs import config_of
 from deltawire.runtime.signed_bucket import signing
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.sync.chain.objects import read_run
 from deltawire.wire import keys
 
@@ -23,7 +23,7 @@ def publication_bucket(bucket: Bucket, exporter: str) -> Bucket:
 
     Raises `InputError`, which names those of the run, for any other exporter.
     """
-    run = read_run(RetryingBucket.over(bucket))
+    run = read_run(bucket)
     config = config_of(run, url=bucket.url) if run.config else None
     names = published(config.train) if config else []
     if exporter not in names:
@@ -40,4 +40,4 @@ def run_of_line(bucket: Bucket, name: str) -> Bucket:
     opened from."""
     place = open_bucket(bucket.url.rstrip("/").removesuffix(keys.line(name)))
     signed = signing(bucket)
-    return place if signed is None or signed.upper is None else signed.upper.over(place)
+    return place if signed is None or signed.upper is None else signed.upper.with_inner(place)

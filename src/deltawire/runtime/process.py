@@ -22,8 +22,7 @@ from deltawire.runtime.heartbeat import HEARTBEAT_S, HeartbeatWriter, read_heart
 from deltawire.runtime.lease import Lease
 from deltawire.runtime.liveness import Liveness
 from deltawire.runtime.needs import check_needs, config_of
-from deltawire.store import Bucket
-from deltawire.store.retrying import RetryingBucket
+from deltawire.store import Bucket, without_retries
 from deltawire.sync.chain.objects import find_run
 from deltawire.wire import keys
 from deltawire.wire.run import Run
@@ -44,8 +43,8 @@ class Process:
 
     The process should stop on SIGTERM or SIGINT and, if ``supervised``, once its supervisor is
     gone. The supervisor knows it by process id: its own, or ``pid`` if the supervisor started its
-    parent. ``bucket`` repeats requests that the store did not answer; events and heartbeats do not
-    wait for that.
+    parent. ``bucket`` repeats requests that the store did not answer, as `open_bucket` returns it;
+    events and heartbeats do not wait for that.
 
     Example::
 
@@ -64,7 +63,7 @@ class Process:
         supervised: bool,
         pid: int | None = None,
     ) -> None:
-        self.bucket = RetryingBucket.over(bucket)
+        self.bucket = bucket
         self.name = name
         self.role: Role = role
         self.supervised = supervised
@@ -84,7 +83,8 @@ class Process:
         self._stop = threading.Event()
         self._interruptible = False
         stream = f"{name}-{self.nonce}"
-        self.events = EventLog(name, lambda n, data: bucket.put(keys.events(stream, n), data))
+        once = without_retries(bucket)
+        self.events = EventLog(name, lambda n, data: once.put(keys.events(stream, n), data))
 
     def in_line(self, bucket: Bucket) -> Process:
         """Returns this process as one of a line of its run, at ``bucket``: the same name, with a

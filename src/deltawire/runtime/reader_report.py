@@ -42,7 +42,7 @@ from deltawire.builds import build_name
 from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError
 from deltawire.private_files import private_folder, read_private, replace_private
 from deltawire.runtime.heartbeat import store_traffic
-from deltawire.store import Bucket, ObjectMeta, RetryingBucket, in_parallel
+from deltawire.store import Bucket, ObjectMeta, in_parallel, without_retries
 from deltawire.store.request_limit import refusals_of
 from deltawire.sync import newest_version
 from deltawire.wire import keys
@@ -98,8 +98,8 @@ class ReaderReporter:
         every_s: float = EVERY_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._bucket = RetryingBucket.over(bucket)
-        self._places = [bucket] if places is None else list(places)
+        self._bucket = bucket
+        self._places = [without_retries(one) for one in places or [bucket]]
         self._kind: Kind = kind
         self._name = name or f"{kind}-{os.getpid()}"
         self._host = _host()

@@ -29,7 +29,7 @@ import msgspec
 from deltawire.errors import CorruptError, InputError, SignatureError
 from deltawire.runtime.grant_log import EarlierKey, earlier_keys, log_grant, read_grants
 from deltawire.runtime.highest_version import HighestVersion
-from deltawire.store import Bucket, DelegatingBucket, RetryingBucket
+from deltawire.store import Bucket, DelegatingBucket
 from deltawire.sync.chain.objects import committed_versions, find_run
 from deltawire.wire import keys
 from deltawire.wire.objects import decode_json
@@ -134,7 +134,7 @@ class SignedBucket(DelegatingBucket):
         super().__init__(inner)
         self._state = _State(pin, signer, role, max_age_s, clock)
 
-    def over(self, inner: Bucket) -> SignedBucket:
+    def with_inner(self, inner: Bucket) -> SignedBucket:
         """Returns a bucket with the same keys and state over another connection to the same
         bucket.
         """
@@ -160,7 +160,7 @@ class SignedBucket(DelegatingBucket):
         )  # fmt: skip
         found._state.upper = self
         if state.highest is not None:
-            found.over(RetryingBucket.over(place)).remember(allow_rollback=state.allow_rollback)
+            found.remember(allow_rollback=state.allow_rollback)
         return found
 
     @property
@@ -486,7 +486,6 @@ def grant_role(
     is void too, as after a theft; else it stays valid (`deltawire.runtime.grant_log`). Returns the
     grant.
     """
-    bucket = RetryingBucket.over(bucket)
     key, trust = keys.role(role), Trust(run_id, owner.public_key, {}, verify, run=bucket.url)
     data = bucket.get(key, limit=MAX_GRANT_BYTES)
     before = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from deltawire.errors import InputError
 from deltawire.runtime.signed_bucket import SignedBucket, grant_role
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.sync.chain.objects import find_run
 from deltawire.wire import keys
 from deltawire.wire.roles import TRAINER_ROLE, Pin
@@ -63,7 +63,7 @@ def trusted(
         bucket, pin=trust.pin, signer=signer, role=role, max_age_s=trust.max_age_s
     )
     if trust.pin is not None:
-        signed.over(RetryingBucket.over(bucket)).remember(allow_rollback=trust.allow_rollback)
+        signed.remember(allow_rollback=trust.allow_rollback)
     return signed
 
 
@@ -80,7 +80,7 @@ def owned_run(bucket: Bucket, owner: Signer, pin: Pin | None = None) -> Pin:
             hint=f"the public key of --key is {owner.public_key}",
         )
     wanted = Pin(owner.public_key, pin.run_id if pin else "")
-    run = find_run(RetryingBucket.over(bucket), public_key=str(wanted))
+    run = find_run(bucket, public_key=str(wanted))
     found = run.id if run is not None else wanted.run_id or secrets.token_hex(16)
     return Pin(owner.public_key, found)
 
@@ -97,5 +97,5 @@ def open_as_trainer(bucket: Bucket, owner: Signer | None, trust: ReaderTrust = A
         grant_role(bucket, owner, run_id=pin.run_id, role=TRAINER_ROLE, public_key=owner.public_key)
         trust = replace(trust, pin=pin)
     signed = trusted(bucket, trust, signer=owner, role=TRAINER_ROLE)
-    signed.over(RetryingBucket.over(bucket)).check_writer()
+    signed.check_writer()
     return signed

@@ -32,6 +32,11 @@ class DelegatingBucket(Bucket):
         super().__init__(inner.store, inner.url, local=inner.local)
         self.inner = inner
 
+    def with_inner(self, inner: Bucket) -> Bucket:  # noqa: ARG002
+        """Returns this layer over another connection to the same bucket; itself if it belongs to
+        one connection, as a layer that counts does."""
+        return self
+
     def _call(self, verb: Verb, key: str, operation: Callable[[], T]) -> T:  # noqa: ARG002
         """Runs one operation on ``inner`` and returns its result."""
         return operation()

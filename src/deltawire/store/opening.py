@@ -17,6 +17,7 @@ from deltawire.store.aws_profile import read_profile
 from deltawire.store.bucket import Bucket
 from deltawire.store.folder import FolderBucket, make_folder
 from deltawire.store.forked import ForkedBucket, split_fork
+from deltawire.store.retrying import RetryingBucket
 
 REMOTE_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 
@@ -67,7 +68,8 @@ def open_bucket(
 ) -> Bucket:
     """Opens ``location``: a folder, or a ``file://``, ``memory://``, ``s3://``, ``gs://`` or
     ``az://`` URL. That of a fork, ``RUN/forks/NAME``, reads what it lacks from the run (see
-    `deltawire.store.forked`).
+    `deltawire.store.forked`). Requests that get no answer are repeated (see
+    `deltawire.store.RetryingBucket`), and all are counted (see `deltawire.store.traffic`).
 
     ``create`` makes a missing folder. ``durable`` says whether writes to a folder survive a power
     cut; None asks the environment (`DURABLE`), where they do by default.
@@ -82,12 +84,25 @@ def open_bucket(
     Raises `InputError` for an empty name (which would be the current folder), an unknown scheme, a
     folder that does not exist, or a URL that contains credentials, which no message repeats.
     """
+    bucket = open_bare_bucket(location, create=create, durable=durable, **options)
+    return RetryingBucket.over(bucket)
+
+
+def open_bare_bucket(
+    location: str | os.PathLike[str],
+    *,
+    create: bool = False,
+    durable: bool | None = None,
+    **options: Any,
+) -> Bucket:
+    """Opens ``location`` as `open_bucket` does, with one attempt an operation: for probes of a
+    store, and for tests that count or fail single requests."""
     location = os.fspath(location)
     bucket = _open(location, create=create, durable=durable, options=options)
     upper, name = split_fork(bucket.url)
     if not name:
         return bucket
-    return ForkedBucket(bucket, lambda: open_bucket(upper, durable=durable, **options))
+    return ForkedBucket(bucket, lambda: open_bare_bucket(upper, durable=durable, **options))
 
 
 def _open(location: str, *, create: bool, durable: bool | None, options: dict[str, Any]) -> Bucket:

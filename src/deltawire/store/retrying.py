@@ -1,6 +1,8 @@
 """Retries bucket operations that got no answer.
 
-Retries live here only: a caller that wants them wraps its bucket once and uses it like any other.
+Retries live here only, and `deltawire.store.open_bucket` adds them once: whoever gets a bucket uses
+it as it is. A caller that decides itself after each attempt, as heartbeats do, asks for
+`without_retries`.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ class RetryingBucket(DelegatingBucket):
 
     Example::
 
-        bucket = RetryingBucket(open_bucket("s3://bucket/run"))
+        bucket = RetryingBucket(MyBucket(...))  # as `open_bucket` does for all stores it opens
         run = find_run(bucket)  # a request that times out is repeated
     """
 
@@ -151,6 +153,10 @@ class RetryingBucket(DelegatingBucket):
             layer = layer.inner
         return found
 
+    def with_inner(self, inner: Bucket) -> RetryingBucket:
+        """As `DelegatingBucket.with_inner`, with the same policy."""
+        return RetryingBucket(inner, self.policy)
+
     def _call(self, verb: Verb, key: str, operation: Callable[[], T]) -> T:  # noqa: ARG002
         writes = verb in ("put", "create", "delete")
         return self.policy.run(operation, paced=not writes and current_lane() != "first")
@@ -162,15 +168,42 @@ class WriterBucket(DelegatingBucket):
 
     Example::
 
-        bucket = WriterBucket(RetryingBucket.over(bucket))
+        bucket = WriterBucket.over(open_bucket("s3://bucket/run"))
     """
 
     @classmethod
     def over(cls, bucket: Bucket) -> Bucket:
-        """Returns ``bucket`` in the writers' lane, with retries."""
-        retrying = RetryingBucket.over(bucket)
-        return retrying if retrying.local or isinstance(retrying, cls) else cls(retrying)
+        """Returns ``bucket`` in the writers' lane; a local one has no lanes."""
+        return bucket if bucket.local or isinstance(bucket, cls) else cls(bucket)
+
+    def with_inner(self, inner: Bucket) -> WriterBucket:
+        """As `DelegatingBucket.with_inner`."""
+        return WriterBucket(inner)
 
     def _call(self, verb: Verb, key: str, operation: Callable[[], T]) -> T:  # noqa: ARG002
         with in_lane("first"):
             return operation()
+
+
+def without_retries(bucket: Bucket) -> Bucket:
+    """Returns ``bucket`` with one attempt an operation, still signed: for callers that must not
+    wait, such as heartbeats, or that show an outage and ask again anyway.
+
+    A layer that cannot be moved to another connection, such as one of a test, stays with what is
+    below it.
+    """
+    return _changed(bucket, lambda layer: layer.inner)
+
+
+def with_policy(bucket: Bucket, policy: Callable[[RetryPolicy], RetryPolicy]) -> Bucket:
+    """Returns ``bucket`` with its retries by ``policy(its policy)``; one without retries stays."""
+    return _changed(bucket, lambda layer: RetryingBucket(layer, policy(layer.policy)))
+
+
+def _changed(bucket: Bucket, change: Callable[[RetryingBucket], Bucket]) -> Bucket:
+    if isinstance(bucket, RetryingBucket):
+        return change(bucket)
+    if isinstance(bucket, DelegatingBucket):
+        inner = _changed(bucket.inner, change)
+        return bucket if inner is bucket.inner else bucket.with_inner(inner)
+    return bucket

@@ -39,7 +39,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from deltawire.errors import InputError, RetryError
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, open_bare_bucket, open_bucket
 from deltawire.testing.throttle import SLOW_DOWN, Attempts, Limits, Throttle
 
 Implementation = Literal["ministack", "moto"]
@@ -130,14 +130,26 @@ class S3Server:
     ) -> Bucket:
         """`open_bucket` on this server, or on a proxy of it at ``endpoint``. `attempts` tells
         clients apart by their ``access_key_id``."""
-        return open_bucket(
-            location,
-            endpoint=endpoint or self.endpoint,
-            access_key_id=access_key_id,
-            secret_access_key=_KEY,
-            region="us-east-1",
-            **options,
-        )
+        return open_bucket(location, **self._reached(endpoint, access_key_id), **options)
+
+    def open_bare(
+        self,
+        location: str,
+        *,
+        endpoint: str | None = None,
+        access_key_id: str = _KEY,
+        **options: Any,
+    ) -> Bucket:
+        """As `open`, with one attempt an operation: for tests that count or fail requests."""
+        return open_bare_bucket(location, **self._reached(endpoint, access_key_id), **options)
+
+    def _reached(self, endpoint: str | None, access_key_id: str) -> dict[str, Any]:
+        return {
+            "endpoint": endpoint or self.endpoint,
+            "access_key_id": access_key_id,
+            "secret_access_key": _KEY,
+            "region": "us-east-1",
+        }
 
     def throttle(
         self,

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from deltawire.store import Bucket, FolderBucket, open_bucket
+from deltawire.store import Bucket, FolderBucket, open_bare_bucket
 from deltawire.store.probe import PROBES
 
 DELETES_AT_ONCE = 16
@@ -28,7 +28,7 @@ def scratch_bucket(url: str, **options: Any) -> Iterator[Bucket]:
             bucket.put("a", b"1")
     """
     place = f"{url.rstrip('/')}/{PROBES}{secrets.token_hex(16)}"
-    bucket = open_bucket(place, create=True, **options)
+    bucket = open_bare_bucket(place, create=True, **options)
     try:
         yield bucket
     finally:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltawire import codec
-from deltawire.store import Bucket
+from deltawire.store import Bucket, RetryingBucket
 from deltawire.sync import (
     Mirror,
     Publisher,
@@ -109,10 +109,13 @@ def start_publisher(
     snapshot_dir: Path | None = None,
     **options: Any,
 ) -> SteadyPublisher:
-    """Opens a publisher that continues from what is committed, with the next epoch.
+    """Opens a publisher that continues from what is committed, with the next epoch. Its requests
+    are repeated, as those of an opened bucket are.
 
     ``snapshot_dir`` as for `open_publisher`; ``options`` go to `Publisher`.
     """
+    if not isinstance(bucket, RetryingBucket):
+        bucket = RetryingBucket(bucket)
     run = start_run(bucket, seed=seed)
     empty = None if snapshot_dir is None else offloaded_mirror(run, snapshot_dir)
     mirror: Mirror | None = empty

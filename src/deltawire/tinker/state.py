@@ -26,7 +26,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from deltawire.errors import CorruptError, InputError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.tinker.requests import MAX_BODY_BYTES, LoraConfig, Name, Notes, Number
 from deltawire.tinker.results import MAX_RESULT_BYTES, RequestResult
 from deltawire.wire import keys
@@ -135,7 +135,7 @@ class ServerState:
     """The server's objects in its bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self.bucket = RetryingBucket.over(bucket)
+        self.bucket = bucket
         self.url = bucket.url.rstrip("/")
 
     def run_url(self, folder: str) -> str:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from deltawire.errors import CorruptError, DeltawireError, InputError
 from deltawire.export.shards import local_part
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync.publish.parallel_copy import Copier
 from deltawire.train.checkpoint_commit import MAX_COMMIT_BYTES, Commit, TensorEntry
 from deltawire.train.checkpoint_folders import KEPT, checkpoint_versions, remove_old
@@ -68,7 +68,7 @@ class CheckpointWriter:
         run: str = "",
         confirm: Callable[[], None] = lambda: None,
     ) -> None:
-        self._bucket = RetryingBucket.over(bucket)
+        self._bucket = bucket
         self._ranks = 1 if mesh is None else mesh.ranks
         self._rank = 0 if mesh is None else mesh.rank
         # Its thread must not share a process group with training.
@@ -197,7 +197,6 @@ def load_checkpoint(
     a mixture until the next is loaded. None if there is none. All ranks call this together, and
     get the same answer. Raises `InputError` for a checkpoint of another run.
     """
-    bucket = RetryingBucket.over(bucket)
     versions = checkpoint_versions(bucket)
     if mesh is not None:
         versions = msgspec.json.decode(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from deltawire.errors import CorruptError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync.chain.evidence import listed_twice, unreadable
 from deltawire.wire import keys
 
@@ -23,7 +23,6 @@ def keep_checkpoint(bucket: Bucket, version: int) -> None:
 
 def release_checkpoint(bucket: Bucket, version: int, *, keep: int = KEPT) -> None:
     """Undoes `keep_checkpoint`: the state is removed unless it is one of the last ``keep``."""
-    bucket = RetryingBucket.over(bucket)
     bucket.delete(keys.checkpoint_kept(version))
     remove_old(bucket, keep)
 

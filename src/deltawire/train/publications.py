@@ -35,7 +35,7 @@ from deltawire.export.quantized import QuantizedWeights
 from deltawire.export.shards import LocalShard
 from deltawire.export.source import open_source
 from deltawire.runtime.lines import line_bucket
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync import (
     COMPACTION_STRIDES,
     Publisher,
@@ -75,7 +75,7 @@ class Publication:
         signer: Signer | None = None,
     ) -> None:
         self.exporter, self._main, self._upper, self._upper_run = exporter, main, bucket, run
-        self.bucket = RetryingBucket.over(line_bucket(bucket, exporter))
+        self.bucket = line_bucket(bucket, exporter)
         self.run = read_run(self.bucket)
         head = newest_readable(self.bucket, self.run)
         if head is None:

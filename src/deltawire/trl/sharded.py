@@ -22,7 +22,7 @@ from deltawire.export.models import save_settings
 from deltawire.export.tensors import is_sharded
 from deltawire.placement.checkpoint_tensors import checkpoint_tensors
 from deltawire.placement.layout import WIRE_DTYPES
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.sync import ShardPublisher, newest_readable, newest_version
 from deltawire.sync.chain.objects import another_model, create_run, find_run, read_run
 from deltawire.sync.follow.mirror import Mirror
@@ -62,11 +62,11 @@ class ShardedWriter:
         def open_run() -> None:
             with tempfile.TemporaryDirectory(prefix="deltawire-") as folder:
                 save_settings(model, tokenizer, Path(folder), dtype=dtype)
-                bucket = RetryingBucket.over(open_bucket(url, create=True))
+                bucket = open_bucket(url, create=True)
                 _require_run(bucket, self._source, total, name=name, directory=Path(folder))
 
         on_rank_zero(open_run)
-        bucket = RetryingBucket.over(open_bucket(url, create=True))
+        bucket = open_bucket(url, create=True)
         run = read_run(bucket)
         newest, epoch, session = on_rank_zero(lambda: _start(bucket, run))
         self._publisher = ShardPublisher(

@@ -32,7 +32,7 @@ from deltawire.export.tensors import tensors_of
 from deltawire.placement.checkpoint_tensors import checkpoint_tensors
 from deltawire.serving.replica import HeldVersion
 from deltawire.serving.vllm import VllmReplica
-from deltawire.store import RetryingBucket, open_bucket
+from deltawire.store import open_bucket
 from deltawire.sync import find_run, newest_version, open_publisher
 from deltawire.sync.publish.options import TransferOptions, check_options
 from deltawire.sync.publish.publisher import Publisher
@@ -145,7 +145,7 @@ class Transfer:
         return self._publisher
 
     def _open(self, model: str | None) -> None:
-        bucket = RetryingBucket.over(open_bucket(self.url, create=True))
+        bucket = open_bucket(self.url, create=True)
         run = find_run(bucket)
         self._sent = False
         if run is None or newest_version(bucket) is None:

@@ -115,7 +115,7 @@ class WatchedRuns:
         self.readers = list(readers)
         self.groups = [GroupReader(one.bucket, one.run, one.index) for one in readers]
         self.scores = [TrainerScores(one.bucket, one.run, one.config) for one in readers]
-        self.weights = [WeightChanges(one.bucket, one.run) for one in readers]
+        self.weights = [WeightChanges(one.retrying, one.run) for one in readers]
         self.threads = ThreadPoolExecutor(THREADS, "watch-requests")
 
     def start(self) -> None:

@@ -27,7 +27,7 @@ from deltawire.errors import DeltawireError, InputError
 from deltawire.events import Event, Parity
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.needs import config_of
-from deltawire.store import Bucket
+from deltawire.store import Bucket, without_retries
 from deltawire.sync import committed_versions, read_run
 from deltawire.watch.group_index import GroupIndex
 from deltawire.watch.group_indexer import GroupIndexer
@@ -59,12 +59,14 @@ class RunReader:
 
     ``complete`` is true once all events that were there at the start were read, and ``revision``
     counts the batches of events that were read. ``error`` is why
-    the bucket cannot be read now, empty if it can.
+    the bucket cannot be read now, empty if it can. ``bucket`` has no retries: the page shows an
+    outage and asks again. ``retrying`` is for reads of whole models.
     """
 
     def __init__(self, bucket: Bucket, folder: Path) -> None:
-        self.bucket = bucket
-        self.run: Run = read_run(bucket)
+        self.retrying = bucket
+        self.bucket = bucket = without_retries(bucket)
+        self.run: Run = read_run(self.retrying)
         self.config = _config(self.run, bucket)
         self.index = GroupIndex(index_path(folder, bucket, self.run))
         self.indexer = GroupIndexer(bucket, self.run, self.index)

@@ -11,7 +11,7 @@ from deltawire.live.release.next_decision import Situation, decide_next
 from deltawire.live.release.paired_gate import SetScore
 from deltawire.live.release.shadow_evidence import shadow_evidence
 from deltawire.runtime.decision_log import DecisionLog
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.wire.captures import ShadowCounts
 from deltawire.wire.decisions import ServedVersion
@@ -45,7 +45,7 @@ def step(log, *, by, release=RELEASE):
 def test_a_decider_that_dies_at_any_write_leaves_a_valid_series(done, release, verdicts):
     """Its decision is stored or not, and the next process goes on from there."""
     for at in range(1, len(verdicts) + 1):
-        bucket = open_bucket("memory://", create=True)
+        bucket = open_bare_bucket("memory://", create=True)
         dying = FaultyBucket(bucket)
         dying.fail("create", "live/decisions/*", at=at, done=done)
         log = DecisionLog(dying, RUN)
@@ -63,7 +63,7 @@ def test_a_decider_that_dies_at_any_write_leaves_a_valid_series(done, release, v
 
 def test_a_repeated_create_finds_its_own_decision():
     """The store did it, its answer was lost, and the process asks again: that is success."""
-    bucket = FaultyBucket(open_bucket("memory://", create=True))
+    bucket = FaultyBucket(open_bare_bucket("memory://", create=True))
     log = DecisionLog(bucket, RUN)
     bucket.fail("create", "live/decisions/*", done=True)
     situation = Situation(newest=served(0), now=1.0)
@@ -75,7 +75,7 @@ def test_a_repeated_create_finds_its_own_decision():
 
 
 def test_two_threads_that_decide_at_once_agree():
-    bucket = open_bucket("memory://", create=True)
+    bucket = open_bare_bucket("memory://", create=True)
     logs = [DecisionLog(bucket, RUN) for _ in range(2)]
     together, stored = threading.Barrier(2), [0, 0]
 
@@ -98,7 +98,7 @@ def test_two_threads_that_decide_at_once_agree():
 
 
 def test_a_reader_of_a_store_without_an_answer_keeps_what_it_knew():
-    bucket = FaultyBucket(open_bucket("memory://", create=True))
+    bucket = FaultyBucket(open_bare_bucket("memory://", create=True))
     log = DecisionLog(bucket, RUN)
     assert all(itertools.islice(iter(lambda: step(log, by="g0"), None), 3))
     bucket.fail("get", "live/decisions/*", times=None)

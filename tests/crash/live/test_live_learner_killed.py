@@ -13,7 +13,7 @@ from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
 from deltawire.live.learning.records import LiveRecords
 from deltawire.rl.control.lineages import read_lineages
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import DelegatingBucket, open_bare_bucket
 from deltawire.wire import keys
 from deltawire.wire.rollouts import decode_group
 
@@ -62,7 +62,7 @@ def test_a_pair_has_the_edit_of_its_lineage_after_a_death(at, after, byte_tokeni
     """A newer edit of every answer comes while the learner is gone."""
     loss = {"advantage": "given", "preference": {"kind": "simpo"}}
     config = parse_config({**LIVE, "train": {"loss": loss}}, source="test")
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     numbers = range(1, ANSWERS + 1)
     edits = {n: report(n, "edit", text=f"first {n}") for n in numbers if n % 2}
     votes = [report(n, value=float(n % 3 == 0)) for n in numbers]
@@ -100,7 +100,7 @@ def test_a_pair_has_the_edit_of_its_lineage_after_a_death(at, after, byte_tokeni
 @pytest.mark.parametrize("first", range(1, 8))
 @pytest.mark.parametrize("second", [1, 2, 3])
 def test_every_answer_is_in_one_group_after_two_deaths(first, second, after):
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     numbers = range(1, ANSWERS + 1)
     put_rows(
         bucket,
@@ -127,7 +127,7 @@ def test_every_answer_is_in_one_group_after_two_deaths(first, second, after):
 
 
 def test_two_learners_of_one_name_do_not_share_a_number():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     numbers = range(1, ANSWERS + 1)
     put_rows(
         bucket,

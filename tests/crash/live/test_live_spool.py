@@ -20,7 +20,7 @@ from deltawire.errors import RetryError
 from deltawire.live.capture import spool as spools
 from deltawire.live.capture.spool import Spool
 from deltawire.live.capture.uploader import SpooledStream, SpoolUploader
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import DelegatingBucket, open_bare_bucket
 from deltawire.wire import keys
 from deltawire.wire.captures import FAILED, Feedback, decode_segment, encode_row, encode_segment
 
@@ -140,7 +140,7 @@ class Outage(DelegatingBucket):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_an_outage_of_the_bucket_loses_nothing_and_repeats_nothing(tmp_path, seed):
-    bucket = Outage(open_bucket("memory://"), seed)
+    bucket = Outage(open_bare_bucket("memory://"), seed)
     spool = Spool(tmp_path / "s", limit_bytes=1 << 20)
     stream = SpooledStream(spool, keys.live_feedback, Feedback)
     uploader = SpoolUploader(bucket, "g0", [stream])
@@ -164,7 +164,7 @@ def test_an_outage_of_the_bucket_loses_nothing_and_repeats_nothing(tmp_path, see
 
 def test_a_segment_of_another_gateway_is_not_replaced_and_rows_wait(tmp_path):
     """Two machines with one state folder, for example from a copied image."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     with closing(Spool(tmp_path / "s", limit_bytes=1 << 20)) as spool:
         append(spool, [a_row("mine")])
         spool.seal().result()
@@ -250,9 +250,9 @@ from pathlib import Path
 import pytest
 from live_gateway import live_serving, rows_in
 from deltawire.live.capture.uploader import SpoolUploader
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 async def main():
-    bucket = open_bucket(sys.argv[1])
+    bucket = open_bare_bucket(sys.argv[1])
     with pytest.MonkeyPatch.context() as patch:
         async with live_serving(bucket, Path(sys.argv[2]), patch) as at:
             at.recorder.uploader._every_s = 0.01

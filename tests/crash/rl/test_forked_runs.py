@@ -28,7 +28,7 @@ from deltawire.rl.trainer.bootstrap import start_run
 from deltawire.rl.trainer.verify_intervals import verify_intervals
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.process import Process
-from deltawire.store import open_bucket, retrying
+from deltawire.store import open_bare_bucket, open_bucket, retrying
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.sync import find_run, load_mirror, prune, read_manifest, read_run
 from deltawire.sync.chain.first_version import first_version
@@ -85,7 +85,7 @@ def digests(bucket, *versions):
 def test_a_fork_makes_the_bits_of_its_parent_from_the_later_groups(parent):
     made = fork_run(parent, read_run(parent), VERSION, "try")
     assert (made.version, made.state) == (VERSION, "shared")
-    fork = open_bucket(made.url)
+    fork = open_bare_bucket(made.url)
     inner = stored(fork)
     assert sum(inner.values()) < 100_000
     assert not [key for key in inner if key.startswith((keys.BLOBS, "rollouts/"))]
@@ -140,7 +140,7 @@ def test_other_settings_make_other_bits(parent, capsys):
     change = "train.optimizer.learning_rate=0.1"
     assert main(["fork", f"{parent.url}@{VERSION}", "try", "--set", change]) == 0
     assert "state is shared" in capsys.readouterr().out
-    fork = open_bucket(f"{parent.url}/forks/try")
+    fork = open_bare_bucket(f"{parent.url}/forks/try")
     give_later_groups(fork, 2)
     train(fork, to=3)
     assert digests(fork, 2) == digests(parent, 2)
@@ -152,7 +152,7 @@ def test_other_settings_make_other_bits(parent, capsys):
 def test_without_a_checkpoint_the_state_is_computed(parent):
     made = fork_run(parent, read_run(parent), 3, "try")
     assert made.state == "computed"
-    fork = open_bucket(made.url)
+    fork = open_bare_bucket(made.url)
     assert checkpoint_versions(fork) == [3]
     give_later_groups(fork, 3)
     train(fork, to=4)
@@ -161,11 +161,11 @@ def test_without_a_checkpoint_the_state_is_computed(parent):
 
 def test_a_fork_of_a_fork(parent):
     first = fork_run(parent, read_run(parent), VERSION, "one")
-    fork = open_bucket(first.url)
+    fork = open_bare_bucket(first.url)
     give_later_groups(fork, 2)
     train(fork, to=3)
     second = fork_run(fork, first.run, 3, "two")
-    below = open_bucket(second.url)
+    below = open_bare_bucket(second.url)
     give_later_groups(below, 3)
     train(below, to=4)
     assert digests(below, 4) == digests(parent, 4)
@@ -179,7 +179,7 @@ def test_retention_of_the_parent_keeps_what_a_fork_reads(parent):
     checkpoint_folders.remove_old(parent, 1)
     assert prune(parent, run, cutoff=4, grace_s=0).pruned_below <= VERSION
     assert 4 not in checkpoint_versions(parent)
-    fork = open_bucket(made.url)
+    fork = open_bare_bucket(made.url)
     give_later_groups(fork, 2)
     train(fork, to=3)
     assert digests(fork, 3) == digests(parent, 3)
@@ -199,7 +199,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_half_shared(parent):
         checkpoint_folders.remove_old(bucket, 1)
         if not made:
             break
-        commits = checkpoint_versions(open_bucket(made[0].url))
+        commits = checkpoint_versions(open_bare_bucket(made[0].url))
         assert commits == [VERSION]
         assert_has_state(made[0])
     assert at > 5
@@ -207,7 +207,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_half_shared(parent):
 
 def assert_has_state(made):
     """All parts that the fork's commit names are read, here or above."""
-    fork = open_bucket(made.url)
+    fork = open_bare_bucket(made.url)
     key = keys.checkpoint_commit(made.version)
     commit = checkpoint_commit.Commit.decode(fork.get(key, limit=1 << 24), run=made.url, key=key)
     parts = {keys.checkpoint_part(made.version, n) for n in range(commit.ranks)}
@@ -229,7 +229,7 @@ def test_each_request_to_the_parent_fails(parent, done, monkeypatch):
         with suppress(DeltawireError):
             fork_run(bucket, run, VERSION, name)
             ended = len(bucket.operations) < at
-        fork = open_bucket(f"{parent.url}/forks/{name}", create=True)
+        fork = open_bare_bucket(f"{parent.url}/forks/{name}", create=True)
         if not ended:
             assert find_run(fork) is None
         assert fork_run(parent, run, VERSION, name).state == "shared"
@@ -240,7 +240,7 @@ def test_each_request_to_the_parent_fails(parent, done, monkeypatch):
 
 def test_forks_that_hold_what_a_version_learned_are_named(parent):
     first = fork_run(parent, read_run(parent), VERSION, "one")
-    fork = open_bucket(first.url)
+    fork = open_bare_bucket(first.url)
     second = fork_run(fork, first.run, VERSION, "two")
     assert urls_from(parent, VERSION) == [first.url, second.url]
     assert urls_from(parent, VERSION + 1) == []
@@ -269,14 +269,14 @@ def test_a_fork_in_another_bucket_needs_nothing_of_its_parent(parent, tmp_path, 
     assert main(["fork", f"{parent.url}@{VERSION}", "try", "--to", to]) == 0
     assert "the trainer's state was copied" in capsys.readouterr().out
     later = digests(parent, 3, 4)
-    assert urls_from(parent, VERSION) == [open_bucket(to).url]
+    assert urls_from(parent, VERSION) == [open_bare_bucket(to).url]
     assert find_tag(parent, read_run(parent), "fork-try") is None
     assert not [key for key in parent.list(keys.CHECKPOINTS) if "fork-" in key]
     again = fork_run(parent, read_run(parent), VERSION, "try", to=to)
-    assert (again.state, again.url) == ("copied", open_bucket(to).url)
+    assert (again.state, again.url) == ("copied", open_bare_bucket(to).url)
     for key in parent.list(""):
         parent.delete(key)
-    fork = open_bucket(to)
+    fork = open_bare_bucket(to)
     give_later_groups(fork, 2, 3)
     train(fork, to=4)
     assert digests(fork, 3, 4) == later
@@ -299,7 +299,7 @@ def test_each_request_of_a_copy_fails(parent, tmp_path, done, monkeypatch):
         with suppress(DeltawireError):
             fork_run(bucket, run, VERSION, name, to=to)
             ended = len(bucket.operations) < at
-        place = open_bucket(to, create=True)
+        place = open_bare_bucket(to, create=True)
         if place.list(keys.BLOBS):
             assert place.url in urls_from(parent, VERSION)
         fork_run(parent, run, VERSION, name, to=to)
@@ -312,7 +312,7 @@ def test_an_erasure_names_forks_elsewhere(parent, tmp_path):
     to = str(tmp_path / "elsewhere")
     fork_run(parent, read_run(parent), VERSION, "try", to=to)
     assert urls_from(parent, VERSION + 1) == []
-    assert urls_from(parent, 1) == [open_bucket(to).url]
+    assert urls_from(parent, 1) == [open_bare_bucket(to).url]
     record = Forgotten(run=read_run(parent).id, user="b0" * 16, at=0.0)
     done = Erasure(record, [], known=True, old_versions="none", forks=forks_from(parent, 1))
     assert f"its note {parent.list(keys.CHILDREN)[0]}" in " ".join(forget._lines(done, []))
@@ -356,7 +356,7 @@ def test_a_refused_copy_leaves_nothing_in_its_parent(parent, tmp_path):
             fork_run(parent, run, 9, "try", to=str(to))
         assert len(parent.list(keys.CHILDREN)) == noted
         assert not parent.list(keys.TAGS)
-        open_bucket(str(to)).put(keys.blob("5e" * 32), b"")
+        open_bare_bucket(str(to)).put(keys.blob("5e" * 32), b"")
 
 
 class ShortAnswers(DelegatingBucket):
@@ -396,7 +396,7 @@ def test_a_short_answer_hides_no_fork(parent, tmp_path):
 def test_the_tree_is_drawn(parent, tmp_path, capsys):
     run = read_run(parent)
     first = fork_run(parent, run, VERSION, "one")
-    fork_run(open_bucket(first.url), first.run, VERSION, "below")
+    fork_run(open_bare_bucket(first.url), first.run, VERSION, "below")
     copy = fork_run(parent, run, 4, "two", to=str(tmp_path / "elsewhere"))
     add_tag(parent, run, 3, "best")
     assert main(["log", parent.url, "--graph"]) == 0
@@ -408,7 +408,7 @@ def test_the_tree_is_drawn(parent, tmp_path, capsys):
     assert main(["log", parent.url, "--graph", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert [one["began"] for one in tree["forks"]] == [VERSION, 4]
-    open_bucket(first.url).put(keys.manifest(VERSION), b"junk")
+    open_bare_bucket(first.url).put(keys.manifest(VERSION), b"junk")
     assert main(["log", parent.url, "--graph"]) == 0
     assert "? ─▶ one" in capsys.readouterr().out
 
@@ -423,9 +423,9 @@ def test_a_long_computation_is_announced(parent, capsys):
 def test_an_erasure_reaches_forks_in_the_bucket(parent):
     """Rows that a fork's own gateways stored under the same pseudonyms are deleted there too."""
     made = fork_run(parent, read_run(parent), VERSION, "one")
-    fork = open_bucket(made.url)
+    fork = open_bare_bucket(made.url)
     put_rows(fork, 0, [answer(n, user=BOB if n < 3 else CAROL) for n in range(1, 5)], [])
-    unfinished = open_bucket(f"{parent.url}/forks/two", create=True)
+    unfinished = open_bare_bucket(f"{parent.url}/forks/two", create=True)
     unfinished.put(keys.manifest(VERSION), b"")
     found = {one.url: one for one in forget_in_forks(parent, [BOB])}
     assert (found[fork.url].answers, found[fork.url].failure) == (2, "")

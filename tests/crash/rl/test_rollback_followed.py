@@ -28,7 +28,7 @@ from deltawire.rl.trainer.verify_training import verify_training
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.process import Process, open_run
-from deltawire.store import Bucket, DelegatingBucket, open_bucket
+from deltawire.store import Bucket, DelegatingBucket, open_bare_bucket
 from deltawire.store.delegating import Verb
 from deltawire.sync import read_history, read_manifest, read_run
 from deltawire.train.checkpoint_folders import checkpoint_versions, kept_checkpoints
@@ -63,7 +63,7 @@ def begun(tmp_path_factory) -> Path:
 @pytest.fixture
 def bucket(begun, tmp_path) -> Bucket:
     shutil.copytree(begun, tmp_path / "bucket")
-    return open_bucket(str(tmp_path / "bucket"))
+    return open_bare_bucket(str(tmp_path / "bucket"))
 
 
 def trainer_of(bucket: Bucket, *, to: int) -> Trainer:
@@ -303,7 +303,7 @@ def test_a_trainer_that_dies_at_any_write_of_a_restore_makes_one(bucket, tmp_pat
     for at in itertools.count(1):
         place = tmp_path / f"{at}"
         shutil.copytree(tmp_path / "bucket", place)
-        again = open_bucket(str(place))
+        again = open_bare_bucket(str(place))
         if not die_while_following(again, at=at, done=done):
             break
         train(again, to=8)
@@ -324,7 +324,7 @@ def test_versions_rise_and_no_group_counts_twice(begun, tmp_path_factory, data) 
     """Trainers that die or not, rollbacks to any version, and promotions, in any order."""
     place = tmp_path_factory.mktemp("any") / "bucket"
     shutil.copytree(begun, place)
-    bucket = open_bucket(str(place))
+    bucket = open_bare_bucket(str(place))
     train(bucket, to=2)
     decide(bucket, "serve", data.draw(st.integers(0, 2), label="serves first"))
     followed = 0

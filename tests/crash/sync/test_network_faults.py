@@ -48,11 +48,11 @@ def test_occasional_faults_are_retried(s3_server, place, fault, drill_seed):
     The store's library asks again for everything but a listing that is cut off in the middle. That
     one is an error, and the next life or look finds the listing whole.
     """
-    near = s3_server.open(place)
+    near = s3_server.open_bare(place)
     with FaultyProxy(
         s3_server.endpoint, seed=drill_seed, rates={fault: 0.33}, mercy=2, delay_s=0.005
     ) as proxy:
-        far = s3_server.open(place, endpoint=proxy.endpoint, retry_config=QUICK_RETRIES)
+        far = s3_server.open_bare(place, endpoint=proxy.endpoint, retry_config=QUICK_RETRIES)
         history = History(far, last=LAST)
         for _ in range(3 if fault == "cut_answer" else 1):
             with suppress(RetryError):
@@ -67,10 +67,10 @@ def test_occasional_faults_are_retried(s3_server, place, fault, drill_seed):
 def test_faults_without_retries(server, place, drill_seed):
     """Without the store library's retries each life may end in an error; the chain continues."""
     rates = dict.fromkeys(FAULTS, 0.05)
-    near = server.open(place)
+    near = server.open_bare(place)
     history = History(near, last=LAST)
     with FaultyProxy(server.endpoint, seed=drill_seed, rates=rates, delay_s=0.002) as proxy:
-        far = server.open(place, endpoint=proxy.endpoint, retry_config={"max_retries": 0})
+        far = server.open_bare(place, endpoint=proxy.endpoint, retry_config={"max_retries": 0})
         history.bucket.inner = far
         for _ in range(60):
             # Never fenced: an answer that was lost is no rival.
@@ -106,12 +106,12 @@ def follow_through(far, near, history, rng):
 
 def test_short_answers_under_a_matching_length(server, place, drill_seed):
     """Lower layers cannot notice; lengths and digests do."""
-    near = server.open(place)
+    near = server.open_bare(place)
     history = History(near, last=LAST)
     history.live()
     run = read_run(near)
     with FaultyProxy(server.endpoint, seed=drill_seed, rates={"shorten": 0.3}) as proxy:
-        far = server.open(place, endpoint=proxy.endpoint, retry_config={"max_retries": 0})
+        far = server.open_bare(place, endpoint=proxy.endpoint, retry_config={"max_retries": 0})
         assert follow_through(far, near, history, random.Random(drill_seed)) == LAST
         noticed = 0
         for version in range(LAST + 1):
@@ -130,11 +130,11 @@ def test_each_request_in_turn_is_dropped(s3_server, place, done):
     """One request after another is dropped, before or after it was done."""
     place += "-{}"
     with FaultyProxy(s3_server.endpoint) as proxy:
-        History(s3_server.open(place.format("clean"), endpoint=proxy.endpoint), last=4).live()
+        History(s3_server.open_bare(place.format("clean"), endpoint=proxy.endpoint), last=4).live()
         total = proxy.requests
     assert total > 12
     for at in range(total):
-        near = s3_server.open(place.format(at))
+        near = s3_server.open_bare(place.format(at))
         history = History(near, last=4)
         with FaultyProxy(s3_server.endpoint) as proxy:
 
@@ -144,7 +144,7 @@ def test_each_request_in_turn_is_dropped(s3_server, place, done):
                 return None
 
             proxy.choose = strike
-            far = s3_server.open(
+            far = s3_server.open_bare(
                 place.format(at), endpoint=proxy.endpoint, retry_config={"max_retries": 0}
             )
             history.bucket.inner = far
@@ -161,9 +161,9 @@ def test_each_request_in_turn_is_dropped(s3_server, place, done):
 
 
 def test_a_lost_network_ends_a_publisher_with_an_error(s3_server, place):
-    near = s3_server.open(place)
+    near = s3_server.open_bare(place)
     with FaultyProxy(s3_server.endpoint) as proxy:
-        far = s3_server.open(place, endpoint=proxy.endpoint, retry_config={"max_retries": 0})
+        far = s3_server.open_bare(place, endpoint=proxy.endpoint, retry_config={"max_retries": 0})
         publisher = start_publisher(far)
         publisher.publish(weights(0))
         publisher.flush()

@@ -10,7 +10,7 @@ from tinker_serving import make_model
 
 from deltawire.errors import InputError
 from deltawire.runtime import process
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import DelegatingBucket, open_bare_bucket
 from deltawire.sync import load_mirror, read_history, read_run
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.tinker import models, samplers
@@ -123,7 +123,7 @@ def live(url, model, client, life, monkeypatch):
     """One life of the server."""
 
     def opened(location, **options):
-        return life.bucket(open_bucket(location, **options))
+        return life.bucket(open_bare_bucket(location, **options))
 
     for module in (models, samplers, training_client, trainer_ranks):
         monkeypatch.setattr(module, "open_bucket", opened)
@@ -153,7 +153,7 @@ def live(url, model, client, life, monkeypatch):
 
 
 def outcome(url, client):
-    bucket = open_bucket(url)
+    bucket = open_bare_bucket(url)
     found = check_run(bucket)
     assert found.whole, found.faults
     run = read_run(bucket)

@@ -14,7 +14,7 @@ from deltawire.events import Life, Span, encode_lines
 from deltawire.launch.status_writer import MANY, StatusWriter
 from deltawire.runtime import event_tail
 from deltawire.runtime.event_tail import EventTail
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.sync.chain.objects import create_run
 from deltawire.wire import keys
@@ -49,7 +49,7 @@ class CountingBucket(DelegatingBucket):
 
 
 def run_of(workers, signer=None):
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
     public_key = signer.public_key if signer else ""
     run = Run(

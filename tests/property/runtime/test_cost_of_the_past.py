@@ -17,7 +17,7 @@ from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.fleet import Fleet
 from deltawire.runtime.heartbeat import read_tombstone
 from deltawire.runtime.reaper import MAX_REAPED, REAP_AFTER_S, Reaper
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync.chain.objects import create_run
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.wire import keys
@@ -41,7 +41,7 @@ def put_events(bucket, name, *, segments):
 
 def run_of(*, gone, segments=1):
     """A bucket, after its trainer has removed what workers that are gone had left."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
     create_run(
         bucket, Run(id="ab" * 16, name="old", created_at=0.0, tensors=tensors, digest="0" * 32)

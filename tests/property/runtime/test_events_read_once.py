@@ -24,7 +24,7 @@ from deltawire.runtime.event_log import EventLog
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.event_window import TAIL, RecentEvents, recent
 from deltawire.runtime.retained import read_retained
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.store.bucket import ObjectMeta
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.wire import keys
@@ -66,7 +66,7 @@ class ReadersAndWriters(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 99))
     def begin(self, seed):
-        self.bucket = ClockedBucket(open_bucket("memory://"))
+        self.bucket = ClockedBucket(open_bare_bucket("memory://"))
         self.seed = seed
         self._heal()
         self.now = 0.0

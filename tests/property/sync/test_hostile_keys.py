@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deltawire.errors import InputError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import open_bare_bucket, retrying
 from deltawire.store.bucket import ObjectMeta
 from deltawire.sync import (
     ManifestFollower,
@@ -85,7 +85,7 @@ def could_hold(bucket, key):
 
 @pytest.fixture(scope="module")
 def whole():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publisher = open_publisher(
         bucket, weights(0), specs=TENSORS, anchor_every=3, compaction_strides=(2,)
     )
@@ -99,7 +99,7 @@ def whole():
 @given(crowd=st.sets(KEYS, max_size=12))
 def test_listed_keys_steer_nobody(whole, monkeypatch, crowd):
     monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
-    copy = open_bucket("memory://")
+    copy = open_bare_bucket("memory://")
     for key in whole.list(""):
         copy.put(key, whole.get(key, limit=1 << 26))
     bucket = CrowdedBucket(copy, crowd)
@@ -116,7 +116,7 @@ def test_listed_keys_steer_nobody(whole, monkeypatch, crowd):
     assert steps.version == LAST
     check_run(bucket)
 
-    destination = open_bucket("memory://")
+    destination = open_bare_bucket("memory://")
     relay = Relay(bucket, destination, grace_s=0)
     relay.advance()
     relay.close()

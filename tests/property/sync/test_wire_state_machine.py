@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 
 from deltawire import codec
 from deltawire.errors import CorruptError, DeltawireError, FencedError, RetryError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import open_bare_bucket, retrying
 from deltawire.sync import (
     Compactor,
     Mirror,
@@ -83,8 +83,8 @@ class Wire(RuleBasedStateMachine):
     )
     def start(self, seed, chunk, last):
         self.rng = np.random.default_rng(seed)
-        self.inner = open_bucket("memory://")
-        self.region = open_bucket("memory://")
+        self.inner = open_bare_bucket("memory://")
+        self.region = open_bare_bucket("memory://")
         self.model = [fresh(self.rng)]
         self.tried = {0: [self.model[0]]}
         flat = {name: bits.reshape(-1) for name, bits in self.model[0].items()}

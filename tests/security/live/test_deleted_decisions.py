@@ -5,7 +5,7 @@ from signed_run import OTHER, SignedRun
 
 from deltawire.errors import SignatureError
 from deltawire.runtime.decision_log import DecisionLog
-from deltawire.store import RetryingBucket, open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import read_manifest
 from deltawire.testing.faulty import FaultyBucket, half
 from deltawire.wire import keys
@@ -42,7 +42,7 @@ def decided(run):
 def reader(run, *, allow_rollback=False):
     """A pinned reader on this machine, as commands open one."""
     bucket = run.bucket()
-    bucket.over(RetryingBucket.over(run.plain)).remember(allow_rollback=allow_rollback)
+    bucket.remember(allow_rollback=allow_rollback)
     return DecisionLog(bucket, run.run.id)
 
 
@@ -94,7 +94,7 @@ def test_a_decision_that_was_replaced_breaks_the_chain(run):
 
 def test_one_damaged_answer_voids_no_decision():
     """A short answer to the read of a rollback does not undo it in this reader."""
-    bucket = open_bucket("memory://", create=True)
+    bucket = open_bare_bucket("memory://", create=True)
     one, two = ServedVersion(1, "1" * 32), ServedVersion(2, "2" * 32)
     log = DecisionLog(bucket, "a" * 32)
     assert log.append(

@@ -14,7 +14,7 @@ from deltawire.live.compaction.stream_rows import ServedRows
 from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.learning.records import LiveRecords
 from deltawire.runtime.compacted_segments import list_compacted
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import DelegatingBucket, open_bare_bucket
 from deltawire.testing.tiny import start_run
 from deltawire.wire import keys
 
@@ -57,7 +57,7 @@ class Meeting(DelegatingBucket):
 
 
 def stored():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     run = start_run(bucket)
     for n in range(COUNT):
         put_rows(bucket, n, [answer(n, user=OWNERS.get(n))], [report(n, user=OWNERS.get(n))])
@@ -164,7 +164,7 @@ def test_an_erasure_that_goes_on_to_any_request_while_a_compaction_stands_leaves
     pairs = 0
     for i in stops:
         for j in resumes:
-            bucket = open_bucket("memory://")
+            bucket = open_bare_bucket("memory://")
             run = start_run(bucket)
             for n in range(FEW):
                 put_rows(bucket, n, [answer(n, user=OWNERS.get(n))], [])

@@ -16,7 +16,7 @@ from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
 from deltawire.live.learning.records import LiveRecords
 from deltawire.rl.control.lineages import read_lineages
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import DelegatingBucket, open_bare_bucket
 from deltawire.testing.tiny import start_run
 from deltawire.wire import keys
 from deltawire.wire.captures import Capture, Feedback, encode_row
@@ -63,7 +63,7 @@ def assert_forgotten(bucket, users, numbers):
 @pytest.mark.parametrize("after", [False, True])
 def test_an_erasure_at_any_request_of_an_upload_leaves_nothing(tmp_path, after):
     for at in itertools.count(1):
-        bucket = open_bucket("memory://")
+        bucket = open_bare_bucket("memory://")
         run = start_run(bucket)
         meeting = Meeting(bucket, at, lambda b=bucket, r=run: forget_user(b, r, BOB), after=after)
         spools = [
@@ -100,7 +100,7 @@ def test_an_erasure_at_any_request_of_an_upload_leaves_nothing(tmp_path, after):
 )
 def test_an_erasure_at_any_request_of_a_learner_leaves_nothing(after, fault):
     for at in itertools.count(1):
-        bucket = open_bucket("memory://")
+        bucket = open_bare_bucket("memory://")
         run = start_run(bucket)
         numbers = range(1, 5)
         put_rows(
@@ -144,7 +144,7 @@ def test_two_erasures_at_once_leave_nothing_of_either(after, ended):
             return forget_user(bucket, run, user, no_trainer=ended)
 
     for at in itertools.count(1):
-        bucket = open_bucket("memory://")
+        bucket = open_bare_bucket("memory://")
         run = start_run(bucket)
         learned(bucket, {2: BOB, 3: CAROL, 6: CAROL, 7: BOB})
         meeting = Meeting(bucket, at, lambda b=bucket, r=run: forget(b, r, CAROL), after=after)

@@ -55,9 +55,9 @@ def test_a_planted_text_is_gone_from_bucket_spool_and_memory(tmp_path, monkeypat
 
 
 def test_versions_are_named_and_groups_hold_nothing_of_the_user():
-    from deltawire.store import open_bucket
+    from deltawire.store import open_bare_bucket
 
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     start_run(bucket)
     learned(bucket, {2: ALICE, 6: ALICE})
     record = forget_user(bucket, start_run(bucket), ALICE, no_trainer=True)
@@ -101,9 +101,9 @@ class Failing(DelegatingBucket):
 @pytest.mark.parametrize("ended", [True, False], ids=["no trainer", "a checkpoint follows"])
 @pytest.mark.parametrize("at", range(1, 12))
 def test_an_erasure_that_was_interrupted_forgets_no_version(at, ended):
-    from deltawire.store import open_bucket
+    from deltawire.store import open_bare_bucket
 
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     start_run(bucket)
     learned(bucket, {2: ALICE, 6: ALICE})
     run = start_run(bucket)

@@ -33,7 +33,7 @@ from deltawire.rl.control.released_groups import ReleasedGroups
 from deltawire.rl.trainer import rollbacks
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.process import open_run
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import DelegatingBucket, open_bare_bucket
 from deltawire.sync import Publisher, load_mirror, read_history, read_manifest
 from deltawire.testing.tiny import start_publisher, start_run, weights
 from deltawire.wire import keys
@@ -70,7 +70,7 @@ def decisions(bucket, run):
 @pytest.fixture
 def published():
     """Versions 0 to 4 without groups, and a function that publishes more of them."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     run = start_run(bucket)
     publisher = start_publisher(bucket)
     for version in range(5):
@@ -305,7 +305,7 @@ class KilledAtWrite(DelegatingBucket):
 @pytest.mark.parametrize("done", [False, True])
 def test_a_command_that_is_killed_at_any_write_is_finished_by_the_next(done):
     for at in itertools.count(1):
-        bucket = open_bucket("memory://")
+        bucket = open_bare_bucket("memory://")
         run = start_run(bucket)
         put_rows(
             bucket, 0, [answer(n, user=ALICE if n == 2 else None) for n in range(1, 5)],

@@ -10,7 +10,7 @@ from deltawire.engines.following.rank_weights import RankWeights
 from deltawire.engines.following.settings import FollowSettings
 from deltawire.engines.following.version_watcher import VersionWatcher
 from deltawire.errors import InputError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import start_publisher, weights
 from deltawire.wire import keys
@@ -41,7 +41,7 @@ def until(condition):
 
 @pytest.mark.parametrize("error", [PanicException("slice"), KeyError("x"), RetryError("no answer")])
 def test_a_poll_that_fails_is_reported_and_repeated(error):
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket.inner)
     for version in range(6):
         publisher.publish(weights(version))
@@ -68,7 +68,7 @@ def test_a_poll_that_fails_is_reported_and_repeated(error):
 def test_a_dead_watcher_is_reported(tmp_path):
     controller = Controller()
     controller.broken = True
-    watcher = VersionWatcher(controller, open_bucket(str(tmp_path)), polling=False)
+    watcher = VersionWatcher(controller, open_bare_bucket(str(tmp_path)), polling=False)
     watcher.start()
     watcher.join(120)
     assert watcher.failure_now() == (
@@ -77,7 +77,7 @@ def test_a_dead_watcher_is_reported(tmp_path):
 
 
 def test_a_run_of_another_model_is_refused_with_the_loaders_reason(tmp_path):
-    bucket = open_bucket(str(tmp_path), create=True)
+    bucket = open_bare_bucket(str(tmp_path), create=True)
     publisher = start_publisher(bucket)
     publisher.publish(weights(0))
     publisher.close()

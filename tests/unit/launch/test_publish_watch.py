@@ -6,7 +6,7 @@ from checkpoint_dirs import write_directory
 from deltawire.errors import InputError
 from deltawire.launch import publish
 from deltawire.launch.publish import PublishOptions, publish_directories
-from deltawire.store import open_bucket, retrying
+from deltawire.store import open_bare_bucket, retrying
 from deltawire.sync import CheckpointWatcher, committed_versions
 from deltawire.testing.faulty import FaultyBucket, disk_full
 
@@ -17,7 +17,7 @@ def outage(tmp_path, monkeypatch):
     process, which does not sleep."""
     for step in (1, 2):
         write_directory(tmp_path / "checkpoints" / f"checkpoint-{step}", step)
-    bucket, pauses = FaultyBucket(open_bucket("memory://")), []
+    bucket, pauses = FaultyBucket(open_bare_bucket("memory://")), []
     monkeypatch.setattr(publish, "open_bucket", lambda *_, **__: bucket)
     monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.0)
 

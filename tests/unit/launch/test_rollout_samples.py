@@ -9,7 +9,7 @@ from deltawire import codec
 from deltawire.cli.main import main
 from deltawire.errors import InputError
 from deltawire.rl.evaluate.samples import SampleFilter, read_samples
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import DelegatingBucket, open_bare_bucket
 from deltawire.sync import Mirror, Publisher, create_run, read_run
 from deltawire.sync.chain.objects import put_blob
 from deltawire.testing import tiny
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
     """A bucket whose versions 1 and 2 consumed three groups, one of them hostile."""
     folder = tmp_path_factory.mktemp("samples")
     byte_tokenizer().save_pretrained(folder / "model")
-    bucket = open_bucket(str(folder / "bucket"), create=True)
+    bucket = open_bare_bucket(str(folder / "bucket"), create=True)
     files = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
     run = create_run(
         bucket,
@@ -152,7 +152,7 @@ def test_a_named_version_lists_nothing(folder):
             listed.extend([key] if "list" in verb else [])
             return operation()
 
-    bucket = Counting(open_bucket(str(folder)))
+    bucket = Counting(open_bare_bucket(str(folder)))
     run = read_run(bucket)
     listed.clear()
     wanted = SampleFilter(version=1)

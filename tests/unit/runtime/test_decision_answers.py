@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from deltawire.runtime.decision_log import DecisionLog
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket, flip_bit, half
 from deltawire.wire import keys
 from deltawire.wire.decisions import Decision, ServedVersion
@@ -25,7 +25,7 @@ THIRD = msgspec.structs.replace(
 @pytest.fixture
 def bucket(monkeypatch):
     monkeypatch.setattr(FaultyBucket, "poll_s", 0.0)
-    found = FaultyBucket(open_bucket("memory://"))
+    found = FaultyBucket(open_bare_bucket("memory://"))
     for decision in (FIRST, SECOND):
         found.put(keys.live_decision(decision.number), encode_json(decision))
     return found

@@ -21,7 +21,7 @@ from deltawire.runtime.event_cursor import QUIET_S
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.process import Process
 from deltawire.runtime.retained import RetainedFile, read_retained
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.store.bucket import ObjectMeta
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.testing.faulty import FaultyBucket, half
@@ -35,7 +35,7 @@ class AgingBucket(DelegatingBucket):
     """A bucket whose objects are as old as the test says; counts requests."""
 
     def __init__(self):
-        super().__init__(open_bucket("memory://"))
+        super().__init__(open_bare_bucket("memory://"))
         self.now = 0.0
         self.stored_at = {}
         self.requests = []

@@ -10,7 +10,7 @@ from deltawire.rl.evaluate.evaluator import evaluated_versions
 from deltawire.runtime import event_cursor, event_tail
 from deltawire.runtime.event_tail import EventTail
 from deltawire.runtime.process import Process
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.wire import keys
 
@@ -26,7 +26,7 @@ def read(tail):
 def test_each_segment_is_read_once_and_new_streams_are_found(monkeypatch):
     monkeypatch.setattr(event_tail, "LIST_EVERY_S", 0.0)
     monkeypatch.setattr(event_cursor, "LISTING_PAUSE", 0.0)
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     tail = EventTail(bucket)
     assert read(tail) == []
     for number in range(3):
@@ -53,7 +53,7 @@ class _NoListing(FaultyBucket):
 
 def test_following_lists_no_segments(monkeypatch):
     monkeypatch.setattr(event_tail, "LIST_EVERY_S", 0.0)
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     for stream in ("w0-a", "w1-b"):
         for number in range(50):
             put(inner, stream, number)
@@ -63,7 +63,7 @@ def test_following_lists_no_segments(monkeypatch):
 
 
 def test_an_evaluator_finds_the_versions_that_it_measured_before():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     for stream, numbers in (("evaluator-a", (0, 4)), ("evaluator-b", (8,)), ("evaluators-c", (9,))):
         for number in numbers:
             put(bucket, stream, number)
@@ -74,7 +74,7 @@ def test_an_evaluator_finds_the_versions_that_it_measured_before():
 def test_an_object_that_is_no_segment_is_skipped(monkeypatch):
     """Too large, or no events: what follows is read all the same."""
     monkeypatch.setattr(event_tail, "MAX_SEGMENT_BYTES", 500)
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     put(bucket, "w0-a", 0)
     bucket.put(keys.events("w0-a", 1), b"x" * 501)
     bucket.put(keys.events("w0-a", 2), b"\xff{" * 50)

@@ -6,7 +6,7 @@ import pytest
 from heartbeats import put_heartbeat
 
 from deltawire.runtime.fleet import Fleet
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.wire import keys
 
@@ -24,7 +24,7 @@ def time():
 
 @pytest.fixture
 def bucket():
-    return open_bucket("memory://")
+    return open_bare_bucket("memory://")
 
 
 def fleet_of(bucket, time):

@@ -27,7 +27,7 @@ from deltawire.runtime.reader_report import (
     ReaderReporter,
     ReaderReports,
 )
-from deltawire.store import DelegatingBucket, open_bucket, traffic
+from deltawire.store import DelegatingBucket, open_bare_bucket, traffic
 from deltawire.store.request_limit import note_refusal
 from deltawire.sync import open_publisher
 from deltawire.wire import keys
@@ -69,7 +69,7 @@ def bucket(tmp_path):
     with open_publisher(tmp_path / "run", {"a": np.ones(64, np.float32)}) as publisher:
         for value in (2, 3):
             publisher.publish({"a": np.full(64, value, np.float32)})
-    return open_bucket(tmp_path / "run")
+    return open_bare_bucket(tmp_path / "run")
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def test_a_reader_that_may_not_write_goes_on_without_a_report(bucket, make):
 def test_a_relay_reports_to_its_destination_if_it_may_not_write_to_the_source(
     bucket, make, clock, tmp_path
 ):
-    copy = open_bucket(tmp_path / "copy", create=True)
+    copy = open_bare_bucket(tmp_path / "copy", create=True)
     reporter = make("relay", name="r", places=[Places(bucket, InputError("refused")), copy])
     assert reporter.report()
     assert readers(copy, clock).keys() == {"r"}
@@ -340,7 +340,7 @@ def _stepping(step, until_reported):
 
 
 def test_requests_and_bytes_are_counted(tmp_path):
-    bucket, before = open_bucket(tmp_path / "b", create=True), traffic()
+    bucket, before = open_bare_bucket(tmp_path / "b", create=True), traffic()
     bucket.put("a", b"12345")
     assert bucket.create("b", b"123")
     assert bucket.get("a", limit=9) == b"12345"

@@ -4,7 +4,7 @@ import pytest
 
 from deltawire.errors import UnreadableError
 from deltawire.runtime.retained import RetainedFile, read_retained
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket, flip_bit, half
 from deltawire.wire import keys
 from deltawire.wire.retained import Retained
@@ -13,7 +13,7 @@ from deltawire.wire.retained import Retained
 @pytest.fixture
 def bucket(monkeypatch):
     monkeypatch.setattr(FaultyBucket, "poll_s", 0.0)
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     RetainedFile(inner).raise_to(rollouts=40, archives=7)
     return FaultyBucket(inner)
 

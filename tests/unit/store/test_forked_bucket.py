@@ -2,7 +2,7 @@
 
 import pytest
 
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import DelegatingBucket, open_bare_bucket, open_bucket
 from deltawire.store.forked import FORKS, ForkedBucket, split_fork
 from deltawire.wire import keys
 
@@ -46,11 +46,11 @@ def test_nothing_else_comes_from_above(places, key):
 
 
 def test_a_folder_named_so_without_a_run_above(tmp_path, monkeypatch):
-    place = open_bucket(str(tmp_path / "forks" / "one"), create=True)
+    place = open_bare_bucket(str(tmp_path / "forks" / "one"), create=True)
     assert isinstance(place, ForkedBucket)
     assert place.get(BLOB, limit=9) is None
     monkeypatch.setattr("deltawire.store.opening.split_fork", lambda _: ("", "x"))
-    assert open_bucket(str(tmp_path), create=True).get(BLOB, limit=9) is None
+    assert open_bare_bucket(str(tmp_path), create=True).get(BLOB, limit=9) is None
 
 
 @pytest.mark.parametrize(

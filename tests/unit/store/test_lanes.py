@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from deltawire.errors import RetryError, ThrottledError
-from deltawire.store import RetryingBucket, RetryPolicy, WriterBucket, open_bucket
+from deltawire.store import RetryingBucket, RetryPolicy, WriterBucket, open_bare_bucket
 from deltawire.store.bucket import Bucket
 from deltawire.store.lanes import current_lane, in_lane
 from deltawire.store.request_limit import limit_of
@@ -19,7 +19,7 @@ QUICK = {"max_retries": 4}
 
 def remote(name):
     """A bucket that counts as remote, and the limit of its reads with room for one."""
-    bucket = Bucket(open_bucket("memory://").store, f"s3://{name}/run", local=False)
+    bucket = Bucket(open_bare_bucket("memory://").store, f"s3://{name}/run", local=False)
     window = limit_of(bucket.url).window
     window.size = window.most = 1
     return bucket, limit_of(bucket.url)
@@ -62,7 +62,7 @@ def test_the_first_lane_is_kept_below():
 
 @pytest.mark.parametrize("lane", ["first", "normal"])
 def test_refused_writes_and_commits_wait_a_share_of_the_time_that_they_were_refused(lane):
-    faulty, pauses, now = FaultyBucket(open_bucket("memory://")), [], [0.0]
+    faulty, pauses, now = FaultyBucket(open_bare_bucket("memory://")), [], [0.0]
 
     def sleep(seconds):
         pauses.append(seconds)
@@ -89,7 +89,7 @@ def test_a_create_without_an_answer_is_repeated_here(s3_server, fault):
     url = f"s3://drills/lost/{fault}"
     with FaultyProxy(s3_server.endpoint) as proxy:
         proxy.choose = lambda method, path, number: fault if number == 0 else None
-        bucket = s3_server.open(url, endpoint=proxy.endpoint, retry_config=QUICK)
+        bucket = s3_server.open_bare(url, endpoint=proxy.endpoint, retry_config=QUICK)
         made = bucket.create("k", b"mine")
         # After a lost answer the object may be there: the caller reads it back.
         assert made is (fault in ("refuse", "cut_request"))
@@ -105,11 +105,13 @@ def test_other_requests_without_an_answer_are_repeated_here(s3_server, verb):
         "list": lambda bucket: bucket.list(""),
     }
     with FaultyProxy(s3_server.endpoint, rates={"lose": 1.0}, mercy=3) as proxy:
-        patient = s3_server.open("s3://drills/lost", endpoint=proxy.endpoint, retry_config=QUICK)
+        patient = s3_server.open_bare(
+            "s3://drills/lost", endpoint=proxy.endpoint, retry_config=QUICK
+        )
         calls[verb](patient)
         assert proxy.requests == 4
     with FaultyProxy(s3_server.endpoint, rates={"lose": 1.0}) as proxy:
-        hasty = s3_server.open(
+        hasty = s3_server.open_bare(
             "s3://drills/lost", endpoint=proxy.endpoint, retry_config={"max_retries": 0}
         )
         with pytest.raises(RetryError):
@@ -119,11 +121,13 @@ def test_other_requests_without_an_answer_are_repeated_here(s3_server, verb):
 
 def test_a_listing_goes_on_where_it_was_cut_off(s3_server, monkeypatch):
     monkeypatch.setattr("deltawire.store.bucket.PAGE", 3)
-    direct = s3_server.open("s3://drills/pages")
+    direct = s3_server.open_bare("s3://drills/pages")
     names = [f"k{number}" for number in range(10)]
     for name in names:
         direct.put(name, b"")
     with FaultyProxy(s3_server.endpoint, rates={"cut_answer": 1.0}, mercy=1) as proxy:
-        bucket = s3_server.open("s3://drills/pages", endpoint=proxy.endpoint, retry_config=QUICK)
+        bucket = s3_server.open_bare(
+            "s3://drills/pages", endpoint=proxy.endpoint, retry_config=QUICK
+        )
         assert bucket.list("") == names
         assert proxy.struck

@@ -6,7 +6,7 @@ from deltawire.errors import InputError, UnreadableError
 from deltawire.store import (
     Bucket,
     check_create_if_absent,
-    open_bucket,
+    open_bare_bucket,
     overwrites_on_create,
 )
 from deltawire.store.probe import PROBES
@@ -16,7 +16,7 @@ from deltawire.testing.faulty import FaultyBucket, flip_bit
 @pytest.fixture
 def good():
     """A remote store that honors If-None-Match."""
-    memory = open_bucket("memory://")
+    memory = open_bare_bucket("memory://")
     return FaultyBucket(Bucket(memory.store, "s3://good", local=False))
 
 
@@ -30,7 +30,7 @@ class Overwriting(Bucket):
 
 @pytest.fixture
 def overwriting():
-    return FaultyBucket(Overwriting(open_bucket("memory://").store, "s3://bad", local=False))
+    return FaultyBucket(Overwriting(open_bare_bucket("memory://").store, "s3://bad", local=False))
 
 
 @pytest.mark.parametrize(

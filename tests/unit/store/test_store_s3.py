@@ -14,7 +14,7 @@ from deltawire.errors import (
     RetryError,
     ThrottledError,
 )
-from deltawire.store import Bucket, check_create_if_absent, open_bucket
+from deltawire.store import Bucket, check_create_if_absent, open_bare_bucket
 from deltawire.store.aws_profile import read_profile
 from deltawire.testing.proxy import FaultyProxy
 from deltawire.testing.tiny import start_publisher
@@ -46,22 +46,22 @@ def environment(s3_server, monkeypatch):
 @pytest.mark.parametrize("scheme", ["s3", "s3a"])
 def test_all_from_the_environment(s3_server, environment, name, scheme):
     environment.setenv(name, s3_server.endpoint)
-    bucket = open_bucket(f"{scheme}://drills/from/{name}/{scheme}")
+    bucket = open_bare_bucket(f"{scheme}://drills/from/{name}/{scheme}")
     assert bucket.create("a/b", b"1")
     assert not bucket.create("a/b", b"2")
     assert bucket.list("") == ["a/b"]
     assert not bucket.local
-    whole = s3_server.open("s3://drills")
+    whole = s3_server.open_bare("s3://drills")
     assert whole.get(f"from/{name}/{scheme}/a/b", limit=1) == b"1"
 
 
 def test_options_come_before_the_environment(s3_server, environment):
     environment.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(RetryError):
-        open_bucket("s3://drills/x", retry_config={"max_retries": 0}).put("k", b"")
-    open_bucket("s3://drills/x", endpoint=s3_server.endpoint).put("k", b"")
+        open_bare_bucket("s3://drills/x", retry_config={"max_retries": 0}).put("k", b"")
+    open_bare_bucket("s3://drills/x", endpoint=s3_server.endpoint).put("k", b"")
     environment.setenv("AWS_ENDPOINT_URL_S3", s3_server.endpoint)
-    open_bucket("s3://drills/x").put("k", b"")
+    open_bare_bucket("s3://drills/x").put("k", b"")
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "exists"])
@@ -115,7 +115,7 @@ def test_a_delete_is_one_request(s3_server):
     """The store's library repeats other requests; of a repeated delete, the first may still be
     under way when the second is answered."""
     with FaultyProxy(s3_server.endpoint, rates={"lose": 1.0}) as proxy:
-        bucket = s3_server.open("s3://drills/once", endpoint=proxy.endpoint)
+        bucket = s3_server.open_bare("s3://drills/once", endpoint=proxy.endpoint)
         for attempts in (1, 2):
             with pytest.raises(RetryError):
                 bucket.delete("k")
@@ -123,7 +123,7 @@ def test_a_delete_is_one_request(s3_server):
 
 
 def test_a_bucket_connects_again(s3_server):
-    bucket = s3_server.open("s3://drills/again")
+    bucket = s3_server.open_bare("s3://drills/again")
     bucket.put("k", b"1")
     before = bucket.store
     bucket.reconnect()
@@ -132,7 +132,7 @@ def test_a_bucket_connects_again(s3_server):
 
 
 def opened(server, endpoint):
-    return server.open("s3://drills/run", endpoint=endpoint, retry_config={"max_retries": 0})
+    return server.open_bare("s3://drills/run", endpoint=endpoint, retry_config={"max_retries": 0})
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -242,7 +242,7 @@ def test_azure_says_by_a_409_that_an_object_exists():
         return 409, {"Content-Type": "application/xml"}, body
 
     with Scripted(answer) as endpoint:
-        bucket = open_bucket(
+        bucket = open_bare_bucket(
             "az://drills/run",
             account_name="account",
             account_key="a2V5",
@@ -302,7 +302,7 @@ class Overwriting(Bucket):
 
 
 def test_a_store_that_overwrites_is_refused_by_writers():
-    good = open_bucket("memory://")
+    good = open_bare_bucket("memory://")
     remote = Bucket(good.store, "s3://good", local=False)
     check_create_if_absent(remote)
     with pytest.raises(InputError, match="ignores If-None-Match"):
@@ -331,7 +331,7 @@ def test_a_profile_gives_what_the_environment_does_not(s3_server, environment, t
         "region": "us-east-1",
         "endpoint": s3_server.endpoint,
     }
-    assert open_bucket("s3://drills/profile").create("k", b"1")
+    assert open_bare_bucket("s3://drills/profile").create("k", b"1")
     environment.setenv("AWS_ACCESS_KEY_ID", "other")
     assert "secret_access_key" not in read_profile()
     environment.setenv("AWS_PROFILE", "none")
@@ -355,12 +355,12 @@ def test_a_profile_that_only_the_aws_tools_understand_is_refused(environment, tm
     environment.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     environment.setenv("AWS_PROFILE", "mine")
     with pytest.raises(InputError, match=f"the profile mine .* by {lines.split(' ')[0]}") as caught:
-        open_bucket("s3://drills/profile")
+        open_bare_bucket("s3://drills/profile")
     assert "aws configure export-credentials --profile mine" in caught.value.hint
     # Credentials in the environment come first, as they do for the AWS tools.
     environment.setenv("AWS_ACCESS_KEY_ID", "key")
     environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    open_bucket("s3://drills/profile")
+    open_bare_bucket("s3://drills/profile")
 
 
 @pytest.mark.parametrize("body", [b"", b"no xml", b"<?xml version='1.0'?><a>", b"\xff" * 2000])
@@ -374,7 +374,7 @@ def test_without_credentials_the_error_says_what_is_missing(environment, answeri
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         environment.delenv(name)
     environment.setenv("AWS_METADATA_ENDPOINT", answering(404))
-    bucket = open_bucket("s3://drills/run", retry_config={"max_retries": 0})
+    bucket = open_bare_bucket("s3://drills/run", retry_config={"max_retries": 0})
     with pytest.raises(DeltawireError, match="set AWS_ACCESS_KEY_ID") as caught:
         bucket.put("k", b"1")
     assert type(caught.value) is RetryError

@@ -10,7 +10,7 @@ from anchored import anchor_of
 from shard_ranks import RANKS, close, publish_all, rank_publisher
 
 from deltawire.errors import FencedError, InputError
-from deltawire.store import REQUESTS, open_bucket
+from deltawire.store import REQUESTS, open_bare_bucket
 from deltawire.sync import Relay, load_mirror, open_publisher, prune, read_manifest
 from deltawire.sync.chain import gc_intents
 from deltawire.sync.follow import fetch
@@ -31,7 +31,7 @@ BLOBS = 40
 @pytest.fixture
 def many_blobs():
     """A run whose version 1 has a blob for each of its tensors."""
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     tensors = {f"{n:03d}": np.arange(256, dtype=np.uint16) for n in range(BLOBS)}
     publisher = open_publisher(inner, tensors, anchor_every=0, compaction_strides=(), blob_bytes=1)
     mirror = load_mirror(inner, publisher.run)
@@ -79,7 +79,7 @@ class _UploadsBucket(SimulatedBucket):
 def test_uploads_overlap_and_are_bounded(monkeypatch):
     def most(limit):
         monkeypatch.setattr(encoding, "UPLOAD_BYTES", limit)
-        bucket = _UploadsBucket(open_bucket("memory://"), latency_s=0.005)
+        bucket = _UploadsBucket(open_bare_bucket("memory://"), latency_s=0.005)
         tensors = {f"{n:02d}": np.arange(256, dtype=np.uint16) for n in range(24)}
         open_publisher(bucket, tensors, blob_bytes=1, compaction_strides=()).close()
         return bucket.most_uploads
@@ -94,7 +94,7 @@ def test_a_relay_copies_many_blobs_at_once(many_blobs, monkeypatch, limit):
     inner, run, _ = many_blobs
     monkeypatch.setattr(blob_copies, "COPIED_BYTES", limit)
     source = SimulatedBucket(inner, latency_s=0.02)
-    target = SimulatedBucket(open_bucket("memory://other"), latency_s=0.002)
+    target = SimulatedBucket(open_bare_bucket("memory://other"), latency_s=0.002)
     relay = Relay(source, target, start=0)
     relay.step()
     source.most_at_once = 0
@@ -107,7 +107,7 @@ def test_a_relay_copies_many_blobs_at_once(many_blobs, monkeypatch, limit):
 
 
 def test_one_writer_stores_its_piece_table_once(monkeypatch):
-    bucket = SimulatedBucket(open_bucket("memory://"), latency_s=0.0)
+    bucket = SimulatedBucket(open_bare_bucket("memory://"), latency_s=0.0)
     monkeypatch.setattr(piece_table, "INLINE_BYTES", 16)
     bits = np.arange(1 << 12, dtype=np.uint16)
     publisher = open_publisher(
@@ -122,7 +122,7 @@ def test_one_writer_stores_its_piece_table_once(monkeypatch):
 
 
 def test_ranks_commit_through_a_slow_store():
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     bucket = SimulatedBucket(inner, latency_s=0.002)
     publishers = [rank_publisher(bucket, rank) for rank in range(RANKS)]
     for version in range(2):
@@ -141,7 +141,7 @@ def test_waiting_ranks_stay_below_the_store_s_limit():
 
 def test_retention_does_not_read_old_tombstones():
     """A second call reads what is new and one window, not every version that was pruned."""
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket)
     for version in range(151):
         publisher.publish(weights(version % 3))
@@ -175,7 +175,7 @@ def test_many_small_tensors_of_several_dtypes_arrive():
     rng = np.random.default_rng(0)
     dtypes = (np.float32, np.uint16, np.int64, np.uint8)
     first = {f"{n:03d}": rng.integers(0, 100, 9).astype(dtypes[n % 4]) for n in range(300)}
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publisher = open_publisher(bucket, first, compaction_strides=())
     later = {
         name: bits if number % 3 else bits + 1 for number, (name, bits) in enumerate(first.items())
@@ -192,7 +192,7 @@ def test_many_small_tensors_of_several_dtypes_arrive():
 @pytest.mark.parametrize("local", [True, False])
 def test_the_newest_anchor_is_found_in_few_rounds(monkeypatch, near, local):
     monkeypatch.setattr(anchors, "NEAR", near)
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     publisher = start_publisher(inner, anchor_every=20)
     for version in range(39):
         publisher.publish(weights(version % 3))
@@ -244,7 +244,7 @@ class _CommittingBucket(SimulatedBucket):
 def test_what_a_commit_checks_afterwards_is_asked_together():
     """The run's description, the floors and retention's announcements, then the blobs: a store
     that refuses some requests makes a commit late by two of them, not by five."""
-    bucket = _CommittingBucket(open_bucket("memory://"), [4, 4])
+    bucket = _CommittingBucket(open_bare_bucket("memory://"), [4, 4])
     rng = np.random.default_rng(0)
     first, second = (
         {f"{n:02d}": rng.integers(1 << 16, size=256, dtype=np.uint16) for n in range(4)}
@@ -261,7 +261,7 @@ def test_what_a_commit_checks_afterwards_is_asked_together():
 
 @pytest.mark.parametrize("what", ["closed", "foreign"])
 def test_a_writer_that_may_not_go_on_hears_it_before_it_waits_for_a_deletion(monkeypatch, what):
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     bucket = _CommittingBucket(inner)
     tensors = {"w": np.arange(256, dtype=np.uint16)}
     publisher = open_publisher(bucket, tensors, anchor_every=0, compaction_strides=())

@@ -33,13 +33,13 @@ def through(s3_server, request):
 
     def open_both(proxy, retries=0, **client):
         url = f"s3://drills/proxy/{request.node.name}"
-        far = s3_server.open(
+        far = s3_server.open_bare(
             url,
             endpoint=proxy.endpoint,
             retry_config={"max_retries": retries},
             client_options=client,
         )
-        return far, s3_server.open(url)
+        return far, s3_server.open_bare(url)
 
     return open_both
 
@@ -51,8 +51,8 @@ def test_each_fault(request, server, fault):
     survived, kept = FAULTS[fault]
     with FaultyProxy(server.endpoint) as proxy:
         url = f"s3://drills/proxy/each/{fault}"
-        near = server.open(url)
-        far = server.open(url, endpoint=proxy.endpoint, retry_config={"max_retries": 0})
+        near = server.open_bare(url)
+        far = server.open_bare(url, endpoint=proxy.endpoint, retry_config={"max_retries": 0})
         near.put("old", BODY)
         proxy.choose = lambda method, path, number: fault
         calls = {

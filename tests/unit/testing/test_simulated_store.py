@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 
 from deltawire.errors import RetryError
-from deltawire.store import in_parallel, open_bucket
+from deltawire.store import in_parallel, open_bare_bucket
 from deltawire.store.ranges import AT_ONCE, NEAR_BYTES
 from deltawire.testing.simulated import PAGE_KEYS, SimulatedBucket
 
@@ -26,7 +26,7 @@ class Time:
 
 def simulated(**options):
     time = Time()
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     return SimulatedBucket(inner, clock=lambda: time.now, sleep=time.sleep, **options), time
 
 
@@ -68,7 +68,7 @@ def test_bytes_take_time_on_each_connection():
 
 
 def test_requests_overlap_up_to_a_bound():
-    bucket = SimulatedBucket(open_bucket("memory://"), latency_s=0.01)
+    bucket = SimulatedBucket(open_bare_bucket("memory://"), latency_s=0.01)
     for number in range(40):
         bucket.inner.put(str(number), b"%d" % number)
     keys = [str(number) for number in range(40)]
@@ -78,14 +78,14 @@ def test_requests_overlap_up_to_a_bound():
 
 
 def test_a_store_on_this_machine_is_asked_one_thing_at_a_time():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     order = []
     assert in_parallel(bucket, order.append, range(20)) == [None] * 20
     assert order == [*range(20)]
 
 
 def test_the_first_error_is_raised_and_later_requests_are_left_out():
-    bucket = SimulatedBucket(open_bucket("memory://"), latency_s=0.0)
+    bucket = SimulatedBucket(open_bare_bucket("memory://"), latency_s=0.0)
     made, failed = [], Event()
 
     def request(number):
@@ -103,7 +103,7 @@ def test_the_first_error_is_raised_and_later_requests_are_left_out():
 
 
 def test_many_threads_may_use_it():
-    bucket = SimulatedBucket(open_bucket("memory://"), latency_s=0.0)
+    bucket = SimulatedBucket(open_bare_bucket("memory://"), latency_s=0.0)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: bucket.put(str(n), b"1"), range(200)))
     assert bucket.requests["put"] == 200

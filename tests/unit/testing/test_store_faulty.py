@@ -3,13 +3,13 @@
 import pytest
 
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket, disk_full, flip_bit, half
 
 
 @pytest.fixture
 def bucket():
-    return FaultyBucket(open_bucket("memory://"))
+    return FaultyBucket(open_bare_bucket("memory://"))
 
 
 def test_nth_operation_before_it_is_done(bucket):

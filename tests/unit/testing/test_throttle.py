@@ -65,7 +65,7 @@ def server(request):
 
 
 def test_a_server_refuses_and_counts(server):
-    bucket = server.open("s3://throttled/run")
+    bucket = server.open_bare("s3://throttled/run")
     bucket.put("weights/blobs/ab", b"1")
     server.throttle(reads_per_s=0.001, writes_per_s=0.001)
     assert bucket.get("weights/blobs/ab", limit=1) == b"1"  # The one that it holds in store.
@@ -96,13 +96,15 @@ def test_a_server_refuses_and_counts(server):
 def test_a_server_counts_bytes_and_tells_clients_apart(server):
     sizes = {"reader": 3000, "writer": 5000}
     for client, size in sizes.items():
-        server.open("s3://throttled/run", access_key_id=client).put(
+        server.open_bare("s3://throttled/run", access_key_id=client).put(
             f"rollouts/{client}", bytes(size)
         )
     server.throttle()
-    bucket = server.open("s3://throttled/run", access_key_id="reader")
+    bucket = server.open_bare("s3://throttled/run", access_key_id="reader")
     assert [len(bucket.get(f"rollouts/{name}", limit=9000)) for name in sizes] == [3000, 5000]
-    server.open("s3://throttled/run", access_key_id="writer").put("rollouts/writer", bytes(700))
+    server.open_bare("s3://throttled/run", access_key_id="writer").put(
+        "rollouts/writer", bytes(700)
+    )
     found = {one.client: (one.verb, one.made, one.received, one.sent) for one in server.attempts()}
     assert found.keys() == sizes.keys()
     assert found["reader"] == ("GET", 2, 0, 8000)
@@ -121,7 +123,7 @@ def test_retry_after_does_not_reach_us(server):
     connection.close()
     assert (answer.status, answer.headers["Retry-After"]) == (503, "77")
     with repeated(), pytest.raises(ThrottledError) as caught:
-        server.open("s3://throttled/run").get("k", limit=1)
+        server.open_bare("s3://throttled/run").get("k", limit=1)
     shown = f"{caught.value.__cause__!r} {vars(caught.value.__cause__)}"
     assert "Retry-After" not in shown
     assert not re.search(r"\b77\b", shown), "a whole number: the error shows a port and a duration"

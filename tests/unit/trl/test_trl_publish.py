@@ -18,7 +18,7 @@ from deltawire.cli.main import main
 from deltawire.engines.vllm.adapter_names import adapter_tensors, layer_of, slot_flags
 from deltawire.engines.vllm.adapter_slot import read_settings
 from deltawire.errors import InputError, RetryError
-from deltawire.store import RetryingBucket, RetryPolicy, open_bucket
+from deltawire.store import RetryingBucket, RetryPolicy, open_bare_bucket
 from deltawire.sync import (
     Checkout,
     committed_versions,
@@ -44,7 +44,7 @@ def _quiet(caplog):
 
 def steps_of(url):
     """The trainer's step of each version."""
-    bucket = open_bucket(url)
+    bucket = open_bare_bucket(url)
     run = read_run(bucket)
     return [
         read_manifest(bucket, run, version).metadata["global_step"]
@@ -54,7 +54,7 @@ def steps_of(url):
 
 def held(url, version):
     """The bits of a version, by name."""
-    bucket = open_bucket(url)
+    bucket = open_bare_bucket(url)
     return load_mirror(bucket, read_run(bucket), at=version).tensors
 
 
@@ -77,7 +77,7 @@ def test_an_sft_run_is_published_step_by_step(tmp_path, capsys):
     for version in range(4):
         assert same(url, version, recorder.at[version]), f"version {version} has other bits"
     assert not same(url, 2, recorder.at[3])
-    bucket = open_bucket(url)
+    bucket = open_bare_bucket(url)
     run = read_run(bucket)
     assert {spec.dtype for spec in run.tensors} == {"BF16"}
     names = {spec.name for spec in run.tensors}
@@ -118,7 +118,7 @@ def test_a_resumed_run_goes_on_from_the_weights_that_it_resumed(tmp_path):
     last = sft(tmp_path / "out", Publish(url), **saving | {"max_steps": 5})
     last.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
     assert steps_of(url) == [0, 1, 2, 3, 4, 2, 3, 4, 5]
-    assert check_run(open_bucket(url)).faults == []
+    assert check_run(open_bare_bucket(url)).faults == []
 
 
 def test_every_few_steps_and_the_last(tmp_path):
@@ -182,12 +182,12 @@ def test_an_fp32_trainer_does_not_continue_a_bf16_run(tmp_path):
     with pytest.raises(InputError, match="has dtype BF16, these tensors F32") as refused:
         trainer.train()
     assert "bfloat16" in str(refused.value)
-    assert len(committed_versions(open_bucket(url))) == 1
+    assert len(committed_versions(open_bare_bucket(url))) == 1
 
 
 def test_wrong_places_and_intervals_are_refused(tmp_path):
     with pytest.raises(InputError, match="location, not a"):
-        Publish(open_bucket("memory://"))
+        Publish(open_bare_bucket("memory://"))
     with pytest.raises(InputError, match="every=0"):
         Publish("runs/x", every=0)
     (tmp_path / "file").write_text("")
@@ -227,7 +227,7 @@ def test_an_unknown_option_is_refused_before_a_run_is_made(tmp_path):
 def test_the_configuration_states_the_dtype_of_the_weights(tmp_path, dtype):
     url = str(tmp_path / "run")
     sft(tmp_path / "out", Publish(url, dtype=dtype), max_steps=1).train()
-    bucket = open_bucket(url)
+    bucket = open_bare_bucket(url)
     run = read_run(bucket)
     with Checkout(bucket, run, tmp_path / "pulled") as checkout:
         checkout.bring_to(1)
@@ -254,7 +254,7 @@ class Away(TrainerCallback):
 
 @pytest.mark.parametrize(("step", "back"), [(1, 3), (2, 3), (2, None)])
 def test_training_goes_on_while_the_store_is_away(tmp_path, monkeypatch, step, back):
-    bucket = FaultyBucket(open_bucket(str(tmp_path / "run"), create=True))
+    bucket = FaultyBucket(open_bare_bucket(str(tmp_path / "run"), create=True))
     monkeypatch.setattr(
         "deltawire.sync.publish.sources.open_bucket",
         lambda *_, **__: RetryingBucket(bucket, RetryPolicy(retries=0)),
@@ -267,14 +267,14 @@ def test_training_goes_on_while_the_store_is_away(tmp_path, monkeypatch, step, b
     trainer = sft(tmp_path / "out", away, publish, recorder, max_steps=4, logging_steps=1)
     trainer.train()
     url = str(tmp_path / "run")
-    newest = committed_versions(open_bucket(url))[-1]
+    newest = committed_versions(open_bare_bucket(url))[-1]
     assert same(url, newest, recorder.at[4])
     assert steps_of(url)[-1] == 4
     assert any("deltawire/outage_s" in one for one in trainer.state.log_history)
 
 
 def test_an_outage_beyond_its_limit_ends_the_training(tmp_path, monkeypatch):
-    bucket = FaultyBucket(open_bucket(str(tmp_path / "run"), create=True))
+    bucket = FaultyBucket(open_bare_bucket(str(tmp_path / "run"), create=True))
     monkeypatch.setattr(
         "deltawire.sync.publish.sources.open_bucket",
         lambda *_, **__: RetryingBucket(bucket, RetryPolicy(retries=0)),
@@ -292,7 +292,7 @@ def test_an_adapter_is_published_apart_from_its_base(tmp_path):
     publish = Publish(url, adapter="separate", anchor_every=2)
     trainer = sft(tmp_path / "out", publish, peft_config=lora, max_steps=3)
     trainer.train()
-    bucket = open_bucket(url)
+    bucket = open_bare_bucket(url)
     run = read_run(bucket)
     specs = adapter_tensors(run.tensors)
     assert slot_flags(run.tensors)[3:5] == ["--max-lora-rank", "8"]

@@ -13,7 +13,6 @@ from deltawire.engines.following.engine_server import EngineServer, ServedModel
 from deltawire.engines.following.remote_sampler import RemoteSampler
 from deltawire.engines.following.routed_experts import experts_of
 from deltawire.errors import InputError
-from deltawire.store.retrying import RetryingBucket
 from deltawire.sync import ManifestFollower
 from deltawire.wire.roles import pin_of
 
@@ -38,7 +37,7 @@ def open_followed(
     or reaches it with another digest.
     """
     experts = experts_of(model.config) if request.record_routes else None
-    steps = ManifestFollower(RetryingBucket(request.bucket), request.run)
+    steps = ManifestFollower(request.bucket, request.run)
     newest = steps.prepare()
     if newest is None:
         raise InputError("the run has no version yet", run=request.bucket.url)

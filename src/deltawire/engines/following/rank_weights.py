@@ -33,7 +33,7 @@ from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncErr
 from deltawire.placement.placed import PlacedWeights, Prepared
 from deltawire.placement.placement import Placement, assign_ownership, probe
 from deltawire.placement.steps import step_to
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.sync import Mirror, Subscriber, Update, load_mirror, read_run
 from deltawire.sync.chain.version_poller import newest_readable
 from deltawire.wire.run import Run
@@ -106,7 +106,7 @@ class RankWeights:
 
     def _read_run(self) -> tuple[Run, int]:
         """Returns the run and its newest version."""
-        self._bucket = RetryingBucket(open_bucket(self.settings.run))
+        self._bucket = open_bucket(self.settings.run)
         run = read_run(self._bucket, public_key=self.settings.public_key)
         newest = newest_readable(self._bucket, run)
         if newest is None:

@@ -26,7 +26,7 @@ from deltawire.engines.following.settings import FollowSettings
 from deltawire.engines.following.version_watcher import POLL_EVERY_S, VersionWatcher
 from deltawire.errors import BugError, InputError, ResyncError
 from deltawire.runtime.reader_report import Kind
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, open_bare_bucket
 
 RETRY_AFTER_S = 1.0
 """The pause before a failed swap is tried again; it doubles each time, up to `RETRY_AT_MOST_S`."""
@@ -143,7 +143,7 @@ class SwapController(ABC):
         if settings.attest_every_s:
             self._attest_at = time.monotonic() + settings.attest_every_s
         if self._watch is None and (settings.follow or settings.attest_every_s):
-            self._watch = self.watcher(open_bucket(settings.run), settings)
+            self._watch = self.watcher(open_bare_bucket(settings.run), settings)
             self._watch.start()
 
     def watcher(self, bucket: Bucket, settings: FollowSettings) -> VersionWatcher:

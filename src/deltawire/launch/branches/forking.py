@@ -47,7 +47,7 @@ from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.needs import config_of, needs_of
 from deltawire.runtime.signed_bucket import signing
 from deltawire.runtime.trusted import ReaderTrust, open_as_trainer, trusted
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync import find_run, read_manifest, read_run
 from deltawire.sync.chain.objects import check_signer, create_run, read_compacted_delta
@@ -116,7 +116,7 @@ def fork_run(
     config = _config_of(parent, run, settings or {})
     raw = stored_settings(config) if config is not None else run.config
     location = to or f"{parent.url.rstrip('/')}/{keys.fork(name)}"
-    place = RetryingBucket.over(open_bucket(location, create=True))
+    place = open_bucket(location, create=True)
     origin = ForkRecord(parent=run.id, version=version)
     described = msgspec.structs.replace(
         run,
@@ -222,9 +222,9 @@ def _fork_line(
     copied: bool,
 ) -> None:
     """Forks a further precision of the run: its next version needs the scales of this one."""
-    upper = RetryingBucket.over(line_bucket(parent, exporter))
+    upper = line_bucket(parent, exporter)
     line = read_run(upper)
-    below = RetryingBucket.over(line_bucket(place, exporter, create=True))
+    below = line_bucket(place, exporter, create=True)
     own = publication_config(config, exporter)
     described = msgspec.structs.replace(
         line,

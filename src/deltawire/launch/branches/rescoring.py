@@ -35,7 +35,7 @@ from deltawire.rl.trainer.resume import (
     seed_step,
 )
 from deltawire.runtime.process import open_run
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.sync import committed_versions, newest_readable
 from deltawire.sync.publish.sources import continue_publisher
 from deltawire.train.arithmetic import arithmetic_of
@@ -93,7 +93,7 @@ def rescore_run(
     """
     origins = _origins(parent, first, last)
     made = fork_run(parent, run, first - 1, name, settings=settings)
-    place = RetryingBucket.over(open_bucket(made.url))
+    place = open_bucket(made.url)
     forked, config = open_run(place)
     newest = newest_readable(place, forked)
     assert newest is not None  # `fork_run` has written it.

@@ -13,7 +13,7 @@ from statistics import median
 
 from deltawire.errors import DeltawireError, InputError
 from deltawire.launch.doctor.findings import Finding
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, open_bare_bucket
 from deltawire.sync import find_run, newest_version
 from deltawire.testing.scratch import scratch_bucket
 
@@ -29,7 +29,7 @@ clocks, but ages in tables do."""
 def examine_store(url: str) -> list[Finding]:
     """Examines the store at ``url``. A failed check is a finding, never an exception."""
     try:
-        bucket = open_bucket(url)
+        bucket = open_bare_bucket(url)
         reached = _answers(bucket)
     except DeltawireError as error:
         return [_failed("reachable", error)]

@@ -14,7 +14,6 @@ from deltawire.errors import InputError, RetryError
 from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.runtime.lines import publication_bucket
 from deltawire.store import Bucket
-from deltawire.store.retrying import RetryingBucket
 from deltawire.sync import read_manifest, read_run
 from deltawire.wire.status import Heartbeat, TrainerStatus
 
@@ -68,7 +67,7 @@ def of_line(name: str, found: Iterable[Attestation]) -> list[Attestation]:
 
 def attested(bucket: Bucket, status: TrainerStatus) -> list[Attestation]:
     """Compares the workers that finished together with this end of the run, without waiting."""
-    fleet = Fleet(RetryingBucket.over(bucket), silence_s=0.0)
+    fleet = Fleet(bucket, silence_s=0.0)
     fleet.poll()
     found = (one for one in fleet.heartbeats.values() if _is_finished(one))
     return _compare((one for one in found if _attests(one, status)), status)
@@ -111,7 +110,7 @@ def served_status(bucket: Bucket, config: RunConfig, status: TrainerStatus) -> T
     line of the run; raises `InputError` if the line lacks that version."""
     if served_exporter(config) == config.train.exporter:
         return status
-    place = RetryingBucket.over(publication_bucket(bucket, served_exporter(config)))
+    place = publication_bucket(bucket, served_exporter(config))
     manifest = read_manifest(place, read_run(place), status.version)
     if manifest is None:
         raise InputError(
@@ -125,7 +124,7 @@ def served_status(bucket: Bucket, config: RunConfig, status: TrainerStatus) -> T
 
 def last_status(bucket: Bucket) -> TrainerStatus:
     """Reads ``trainer.json``; raises `InputError` if there is none."""
-    status = read_trainer(RetryingBucket.over(bucket))
+    status = read_trainer(bucket)
     if status is None:
         raise InputError("the run has no trainer.json", run=bucket.url)
     return status

@@ -32,7 +32,7 @@ from deltawire.placement.device import resolve_device
 from deltawire.runtime.lines import publication_bucket
 from deltawire.runtime.memory import release_heap
 from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync import Follower, Steps, Update, newest_version
 from deltawire.wire.run import Run
 
@@ -138,7 +138,7 @@ def _open_text(config: RunConfig, tokenizer: Any, bucket: str) -> Text:
 def _open_line(process: Process, exporter: str) -> tuple[Bucket, Run]:
     """Opens the line of a run's versions by another exporter; raises `InputError` if the run does
     not publish them."""
-    bucket = RetryingBucket.over(publication_bucket(process.bucket, exporter))
+    bucket = publication_bucket(process.bucket, exporter)
     run, _ = open_run(bucket, role="worker", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping)
     return bucket, run
 

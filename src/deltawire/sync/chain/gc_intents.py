@@ -191,7 +191,6 @@ def blobs_stay(
     made after the commit. If the result is False, the caller must put the missing blobs again;
     they then stay. Raises `RetryError` if the store does not answer.
     """
-    bucket = RetryingBucket.over(bucket)
     blobs = {keys.blob(ref.hash): ref for ref in refs}
     if not blobs:
         return True

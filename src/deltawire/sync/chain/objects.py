@@ -9,7 +9,7 @@ import blake3
 
 from deltawire.codec import ITEMSIZE
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import Bucket, ObjectMeta, RetryingBucket, in_parallel, require_bucket
+from deltawire.store import Bucket, ObjectMeta, in_parallel, require_bucket
 from deltawire.store.ranges import AT_ONCE, REQUEST_BYTES
 from deltawire.wire import keys
 from deltawire.wire.coordination import MAX_FLOOR_BYTES, RetentionFloor
@@ -36,7 +36,6 @@ def find_run(bucket: Bucket, *, public_key: str = "") -> Run | None:
     location instead of a bucket.
     """
     require_bucket(bucket)
-    bucket = RetryingBucket.over(bucket)
     pin = Pin.parse(public_key) if public_key else None
     data = bucket.get(keys.RUN, limit=MAX_RUN_BYTES)
     if data is None:
@@ -371,7 +370,7 @@ def put_blob(bucket: Bucket, data: bytes) -> BlobRef:
     counts its age from now.
     """
     digest = blake3.blake3(data).hexdigest()
-    RetryingBucket.over(bucket).put(keys.blob(digest), data)
+    bucket.put(keys.blob(digest), data)
     return BlobRef(hash=digest, bytes=len(data))
 
 

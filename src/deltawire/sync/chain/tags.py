@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import partial
 
 from deltawire.errors import CorruptError, InputError
-from deltawire.store import Bucket, RetryingBucket, in_parallel
+from deltawire.store import Bucket, in_parallel
 from deltawire.sync.chain.evidence import listed_twice, require_evidence
 from deltawire.sync.chain.objects import check_signed, check_signer, read_manifest
 from deltawire.wire import keys
@@ -89,7 +89,6 @@ def add_tag(
         add_tag(bucket, run, 120, "best", signer=signer)
     """
     check_signer(bucket, run, signer)
-    bucket = RetryingBucket.over(bucket)
     key = keys.tag(name)
     manifest = read_manifest(bucket, run, version)
     if manifest is None or manifest.pruned:

@@ -10,7 +10,7 @@ import numpy as np
 
 from deltawire import codec
 from deltawire.errors import CorruptError, ResyncError, RetryError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync.chain.objects import MissingBlobError, read_manifest
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge, Route
@@ -56,7 +56,6 @@ def load_mirror(
         mirror = load_mirror(bucket, read_run(bucket))
         mirror.version, mirror.tensors["norm"]
     """
-    bucket = RetryingBucket.over(bucket)
     if known is None and at is None:
         known = newest_readable(bucket, run)
         if known is None:

@@ -7,7 +7,7 @@ import time
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.sync.follow.subscriber import Update
 from deltawire.wire.run import Run
@@ -32,7 +32,7 @@ class ManifestFollower:
         self.bucket = bucket
         self.run = run
         self.version = -1
-        self._poller = VersionPoller(RetryingBucket.over(bucket), run)
+        self._poller = VersionPoller(bucket, run)
 
     @property
     def pause_s(self) -> float:

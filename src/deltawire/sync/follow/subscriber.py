@@ -11,7 +11,7 @@ from functools import partial
 
 from deltawire.codec import Digest, Patch
 from deltawire.errors import BugError, CorruptError, ResyncError, RetryError, ThrottledError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync.chain.objects import MissingBlobError, newest_version
 from deltawire.sync.chain.payloads import DamagedTableError, read_blobs
 from deltawire.sync.chain.route_finder import RouteFinder
@@ -94,7 +94,7 @@ class Subscriber:
         threads: int | None = None,
         cache: BlobCache | None = None,
     ) -> None:
-        self.bucket: Bucket = RetryingBucket.over(bucket)
+        self.bucket: Bucket = bucket
         self._cache = cache or configured_cache(self.bucket)
         self._blobs = ReadAhead(self.bucket, self._cache)
         self.run = run

@@ -45,7 +45,7 @@ from blake3 import blake3
 from deltawire import codec
 from deltawire.errors import CorruptError, InputError
 from deltawire.private_files import private_folder
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.store.folder import flush_folder
 from deltawire.sync.chain.objects import files_of, read_manifest
 from deltawire.sync.chain.payloads import read_payload
@@ -79,7 +79,7 @@ class Checkout:
     def __init__(
         self, bucket: Bucket, run: Run, directory: Path, *, threads: int | None = None
     ) -> None:
-        self.bucket = RetryingBucket.over(bucket)
+        self.bucket = bucket
         self.run = run
         self.directory = directory.absolute()
         self._threads = threads

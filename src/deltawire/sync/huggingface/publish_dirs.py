@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, FencedError, InputError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import find_run, read_manifest
 from deltawire.sync.chain.retention import GRACE_S, prune
@@ -113,7 +113,7 @@ class CheckpointPublisher:
         **options: Any,
     ) -> None:
         """Raises `InputError` if the run is signed by another key, or needs a key."""
-        self.bucket = RetryingBucket.over(bucket)
+        self.bucket = bucket
         self._name = name
         self._signer = signer
         self._retain = retain

@@ -20,7 +20,7 @@ import numpy as np
 
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, InputError
-from deltawire.store import Bucket, RetryingBucket, overwrites_on_create
+from deltawire.store import Bucket, overwrites_on_create
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import (
     committed_versions,
@@ -120,7 +120,6 @@ def check_run(
         found = check_run(open_bucket("s3://bucket/run"))
         assert found.whole, found.faults
     """
-    bucket = RetryingBucket.over(bucket)
     run = find_run(bucket, public_key=public_key)
     if run is None:
         if newest_version(bucket) is None:

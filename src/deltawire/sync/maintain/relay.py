@@ -39,7 +39,7 @@ from functools import partial
 from typing import Literal
 
 from deltawire.errors import CorruptError, DeltawireError, InputError, RetryError, UnreadableError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync.chain.evidence import Sound, Unknown, evidence_of, require_evidence
 from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import (
@@ -147,8 +147,8 @@ class Relay:
                 hint="choose another destination",
                 run=source.url,
             )
-        self.source = RetryingBucket.over(source)
-        self.destination = RetryingBucket.over(destination)
+        self.source = source
+        self.destination = destination
         self._reported = 0
         self._retain = retain
         self._grace_s = grace_s

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import BugError, CorruptError, DeltawireError, InputError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync.chain.gc_intents import blobs_stay
 from deltawire.sync.chain.objects import check_signer, get_blob
 from deltawire.sync.chain.payloads import read_payload, store_payload, table_blobs
@@ -137,7 +137,7 @@ class Compactor:
         """
         if sealed is None:
             check_signer(bucket, run, signer)
-        self.bucket = RetryingBucket.over(bucket)
+        self.bucket = bucket
         self.run = run
         self.strides = nested(strides)
         self.failures: dict[tuple[int, int], CorruptError] = {}

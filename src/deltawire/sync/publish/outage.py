@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from deltawire.errors import RetryError
-from deltawire.store import Bucket, RetryingBucket, RetryPolicy
+from deltawire.store import Bucket, RetryPolicy, with_policy
 
 logger = logging.getLogger(__name__)
 
@@ -159,15 +159,11 @@ class Outage:
         """Returns ``bucket`` with retries that this outage can interrupt; a caller's own pauses
         between retries are kept. A store that refuses because there are too many requests is there,
         so refusals are waited out for as long as they come."""
-        if not isinstance(bucket, RetryingBucket):
-            retrying = RetryingBucket.over(bucket)
-            if not isinstance(retrying, RetryingBucket) or retrying is bucket:
-                return bucket
-            bucket = retrying
-        policy = bucket.policy
+        return with_policy(bucket, self._interruptible)
+
+    def _interruptible(self, policy: RetryPolicy) -> RetryPolicy:
         if policy.sleep is not time.sleep:
-            return bucket
-        mine = RetryPolicy(
+            return policy
+        return RetryPolicy(
             policy.retries, policy.first_pause_s, self.sleep, policy.rng, throttled_s=float("inf")
         )
-        return RetryingBucket(bucket, mine)

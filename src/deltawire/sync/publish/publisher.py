@@ -29,7 +29,7 @@ import numpy as np
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, DeltawireError, FencedError, InputError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket
 from deltawire.sync.chain.retention import GRACE_S
 from deltawire.sync.follow.load import load_mirror
 from deltawire.sync.follow.mirror import Bits, Mirror
@@ -130,7 +130,7 @@ class Publisher:
         grace_s: float = GRACE_S,
     ) -> None:
         self.outage = Outage(bucket.url, max_outage)
-        retrying = RetryingBucket.over(self.outage.over(bucket))
+        retrying = self.outage.over(bucket)
         self._writer = VersionWriter(
             retrying,
             run,

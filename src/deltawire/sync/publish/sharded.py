@@ -35,7 +35,7 @@ from typing import Any
 from deltawire import codec
 from deltawire.codec import Digest
 from deltawire.errors import CorruptError, DeltawireError, InputError, ResyncError, RetryError
-from deltawire.store import Bucket, RetryingBucket, in_parallel
+from deltawire.store import Bucket, in_parallel
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.evidence import read_again, require_agreed
 from deltawire.sync.chain.objects import check_signed
@@ -180,7 +180,7 @@ class ShardPublisher:
             raise InputError(f"rank {rank} of {ranks}", hint="ranks count from 0")
         self.outage = Outage(bucket.url, max_outage)
         self._writer = VersionWriter(
-            retrying := RetryingBucket.over(self.outage.over(bucket)),
+            retrying := self.outage.over(bucket),
             run,
             mirror,
             epoch=epoch,

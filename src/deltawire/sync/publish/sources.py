@@ -14,7 +14,7 @@ from deltawire import codec
 from deltawire.builds import build_name
 from deltawire.codec import Digest
 from deltawire.errors import InputError
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.sync.chain.objects import (
     another_model,
     create_run,
@@ -142,7 +142,7 @@ def open_publisher(
 def _opened(bucket: Bucket | str | os.PathLike[str]) -> Bucket:
     if isinstance(bucket, str | os.PathLike):
         bucket = open_bucket(bucket, create=True)
-    return RetryingBucket.over(bucket)
+    return bucket
 
 
 def _publish_first(
@@ -168,7 +168,6 @@ def continue_publisher(
     ``snapshot_dir`` and ``options`` as for `open_publisher`. Raises `InputError` if there is no
     run.
     """
-    bucket = RetryingBucket.over(bucket)
     run = read_run(bucket, public_key=signer.public_key if signer else "")
     return _continued(bucket, run, newest_readable(bucket, run), signer, snapshot_dir, options)
 

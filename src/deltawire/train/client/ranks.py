@@ -31,7 +31,7 @@ from deltawire.errors import BugError, InputError
 from deltawire.runtime.fleet import next_epoch
 from deltawire.runtime.process import Process, open_run
 from deltawire.runtime.trusted import ANY, ReaderTrust, open_as_trainer
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, open_bucket
 from deltawire.sync import newest_readable, read_run
 from deltawire.train.client.forward import vocabulary_of
 from deltawire.train.client.operations import (
@@ -267,7 +267,7 @@ def follow(settings: OpenSettings) -> None:
         if begin.public_key:
             pinned = str(Pin(begin.public_key, begin.run))
             settings = msgspec.structs.replace(settings, public_key=pinned)
-        bucket = RetryingBucket.over(settings.open_bucket())
+        bucket = settings.open_bucket()
         run = read_run(bucket, public_key=begin.public_key)
         if run.id != begin.run:
             raise InputError(

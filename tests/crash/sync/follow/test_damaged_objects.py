@@ -6,7 +6,7 @@ import pytest
 from anchored import anchor_of
 
 from deltawire.errors import CorruptError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import Subscriber, find_run, load_mirror, read_manifest, read_run
 from deltawire.sync.chain.objects import get_blob, put_blob
 from deltawire.sync.chain.payloads import read_blobs
@@ -20,7 +20,7 @@ FLIPS = 12
 
 @pytest.fixture(scope="module")
 def bucket():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=3)
     for version in range(LAST + 1):
         publisher.publish(weights(version))
@@ -101,7 +101,7 @@ def test_one_bit_in_each_object(bucket, number):
 
 def test_every_bit_of_run_and_manifests():
     """They are sealed: not one bit can turn unnoticed, be it in commit metadata or a name."""
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=3)
     publisher.publish(weights(0), metadata={"free": "form"})
     publisher.publish(weights(1))

@@ -8,7 +8,7 @@ import pytest
 from history import snapshot, weights
 
 from deltawire.errors import DeltawireError, RetryError, UnreadableError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import Relay, find_run, load_mirror, open_publisher, read_manifest, read_run
 from deltawire.sync.chain.retention import _References, prune
 from deltawire.sync.maintain.fsck import check_run
@@ -43,7 +43,7 @@ def publish(bucket, first, last, **options):
 
 @pytest.fixture(scope="module")
 def original():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publish(bucket, 0, NEWEST)
     bucket.put(keys.checkpoint_commit(5), b'{"version":5}')
     return bucket
@@ -232,7 +232,7 @@ def relay_all(source, destination, **options):
 def test_a_relay_seals_no_damaged_run_for_good(damage, signed):
     """`run.json` is created once: what a reader would refuse there would stay."""
     signer = Ed25519Signer.generate() if signed else None
-    inner, destination = open_bucket("memory://"), open_bucket("memory://")
+    inner, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     open_publisher(inner, weights(0), specs=TENSORS, signer=signer).close()
     for at in range(1, 4):
         source = FaultyBucket(inner)
@@ -246,7 +246,7 @@ def test_a_relay_seals_no_damaged_run_for_good(damage, signed):
 
 
 def test_a_run_that_stays_unreadable_is_not_copied(bucket):
-    destination = open_bucket("memory://")
+    destination = open_bare_bucket("memory://")
     bucket.damage(keys.RUN, DAMAGES["a flipped bit"], at=2)
     with pytest.raises(UnreadableError, match=r"run\.json"):
         relay_all(bucket, destination)
@@ -256,7 +256,7 @@ def test_a_run_that_stays_unreadable_is_not_copied(bucket):
 @pytest.mark.parametrize("answers", [1, 2, 3, None])
 def test_a_relay_passes_over_no_version_because_its_answers_are_damaged(original, answers):
     """Without version 9, readers of the region would stay at 8 until the next anchor."""
-    destination = open_bucket("memory://")
+    destination = open_bare_bucket("memory://")
     relay_all(before(original, 8), destination)
     source = FaultyBucket(snapshot(original))
     source.damage(keys.manifest(9), half, times=answers)
@@ -278,7 +278,7 @@ def test_a_relay_passes_over_no_version_because_its_answers_are_damaged(original
 
 
 def test_a_relay_that_waits_for_an_unreadable_version_says_so(original):
-    destination = open_bucket("memory://")
+    destination = open_bare_bucket("memory://")
     relay_all(before(original, 8), destination)
     source, stop = FaultyBucket(snapshot(original)), threading.Event()
     source.damage(keys.manifest(9), half)
@@ -296,7 +296,7 @@ def test_a_relay_that_waits_for_an_unreadable_version_says_so(original):
 
 def test_a_relay_follows_a_line_that_skips_a_number(original):
     """By the same rule as readers: a later version says that the number belongs to none."""
-    source, destination = snapshot(original), open_bucket("memory://")
+    source, destination = snapshot(original), open_bare_bucket("memory://")
     relay_all(source, destination)
     source.put(keys.manifest(NEWEST + 1), b"junk")
     publish(source, NEWEST + 2, NEWEST + 3, anchor_every=0)
@@ -318,7 +318,7 @@ def before(bucket, newest):
 
 
 def test_a_relay_prunes_nothing_on_a_damaged_tombstone_or_floor(original):
-    inner, filled = snapshot(original), open_bucket("memory://")
+    inner, filled = snapshot(original), open_bare_bucket("memory://")
     inner.delete(keys.checkpoint_commit(5))
     relay_all(inner, filled)
     prune(inner, read_run(inner), cutoff=NEWEST, grace_s=0)

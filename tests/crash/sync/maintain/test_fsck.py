@@ -7,7 +7,7 @@ from anchored import anchor_payload
 
 from deltawire.cli.main import main
 from deltawire.errors import CorruptError
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, open_bare_bucket
 from deltawire.sync import prune, read_manifest
 from deltawire.sync.chain.objects import later_anchors, read_compacted_delta
 from deltawire.sync.chain.payloads import read_blobs
@@ -23,7 +23,7 @@ LAST = 9
 
 @pytest.fixture
 def bucket(tmp_path):
-    bucket = FaultyBucket(open_bucket(str(tmp_path), create=True))
+    bucket = FaultyBucket(open_bare_bucket(str(tmp_path), create=True))
     publisher = start_publisher(bucket, anchor_every=4, compaction_strides=(2, 4))
     for version in range(LAST + 1):
         publisher.publish(weights(version))
@@ -142,7 +142,7 @@ def test_the_work_grows_with_the_versions_and_not_with_their_square(deep, harm):
     """However much is damaged: so many operations a version, of a short run and of a long one."""
     spent = {}
     for last in (20, 80):
-        inner = open_bucket("memory://")
+        inner = open_bare_bucket("memory://")
         publisher = start_publisher(inner, anchor_every=0, compaction_strides=(2, 4))
         for version in range(last + 1):
             publisher.publish(weights(version))
@@ -245,7 +245,7 @@ class Overwriting(Bucket):
 
 
 def test_a_store_that_overwrites_is_reported_and_not_changed():
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     start_publisher(inner).close()
     before = inner.get(keys.RUN, limit=1 << 20)
     for kind, faults in ((Bucket, 0), (Overwriting, 1)):

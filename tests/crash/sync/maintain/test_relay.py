@@ -18,7 +18,7 @@ from key_meter import KeyMeter
 
 from benchmarks.synthetic import SyntheticSteps
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import Bucket, MeteredBucket, open_bucket
+from deltawire.store import Bucket, MeteredBucket, RetryingBucket, open_bare_bucket
 from deltawire.sync import (
     Relay,
     find_run,
@@ -59,7 +59,7 @@ def contents(bucket: Bucket, prefix: str = "") -> dict[str, bytes | None]:
 
 
 def test_the_destination_is_the_source_byte_for_byte() -> None:
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 9)
     relay(source, destination)
     assert contents(destination) == contents(source)
@@ -68,7 +68,7 @@ def test_the_destination_is_the_source_byte_for_byte() -> None:
 
 
 def test_anchors_after_the_first_never_cross() -> None:
-    inner, destination = open_bucket("memory://"), open_bucket("memory://")
+    inner, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(inner, 0, 9, anchor_every=3)
     source = KeyMeter(inner)
     relay(source, destination)
@@ -92,7 +92,7 @@ def test_a_blob_that_another_coder_made_is_copied(monkeypatch: pytest.MonkeyPatc
     from deltawire import codec
     from deltawire.sync.maintain import region_anchors as module
 
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 4)
     real = codec.encode_full
 
@@ -111,7 +111,7 @@ def test_a_blob_that_another_coder_made_is_copied(monkeypatch: pytest.MonkeyPatc
 
 def test_a_signed_run_verifies_at_the_destination_without_the_key() -> None:
     signer = Ed25519Signer.generate()
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publisher = open_publisher(
         source, weights(0), specs=TENSORS, signer=signer, anchor_every=3, compaction_strides=(2, 4)
     )
@@ -131,7 +131,7 @@ def test_a_signed_run_verifies_at_the_destination_without_the_key() -> None:
 
 
 def test_compacted_deltas_are_made_at_the_destination() -> None:
-    inner, destination = open_bucket("memory://"), open_bucket("memory://")
+    inner, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(inner, 0, 8)
     source = KeyMeter(inner)
     carrier = Relay(source, destination, start=0, strides=(2, 4))
@@ -144,7 +144,7 @@ def test_compacted_deltas_are_made_at_the_destination() -> None:
 
 
 def test_a_new_region_begins_with_the_newest_anchor() -> None:
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 8, anchor_every=3)
     carrier = Relay(source, destination, strides=())
     assert [done.version for done in iter(carrier.step, None)] == [6, 7, 8]
@@ -158,7 +158,7 @@ def test_a_new_region_begins_with_the_newest_anchor() -> None:
 
 
 def test_versions_that_retention_took_from_the_source_are_passed() -> None:
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 4, anchor_every=3)
     relay(source, destination)
     publish(source, 5, 11, anchor_every=3)
@@ -173,7 +173,7 @@ def test_versions_that_retention_took_from_the_source_are_passed() -> None:
 
 
 def test_versions_that_are_pruned_before_the_first_is_copied_are_passed() -> None:
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 8, anchor_every=3)
     carrier = Relay(source, destination, start=0, strides=())
     run = read_run(source)
@@ -187,7 +187,7 @@ def test_versions_that_are_pruned_before_the_first_is_copied_are_passed() -> Non
 
 def test_a_region_does_not_grow_for_ever() -> None:
     """The destination prunes what the source has pruned, and nothing else."""
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 4, anchor_every=3)
     relay(source, destination, grace_s=0)
     assert contents(destination) == contents(source)
@@ -210,7 +210,7 @@ def test_a_region_does_not_grow_for_ever() -> None:
 
 
 def test_a_region_may_keep_versions_that_the_source_prunes() -> None:
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 9, anchor_every=3)
     relay(source, destination, grace_s=0)
     run = read_run(source)
@@ -225,7 +225,7 @@ def test_a_region_may_keep_versions_that_the_source_prunes() -> None:
 def test_a_region_that_began_later_prunes_without_the_key(signed: bool) -> None:
     signer = Ed25519Signer.generate() if signed else None
     public_key = signer.public_key if signer else ""
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publisher = open_publisher(
         source, weights(0), specs=TENSORS, signer=signer, anchor_every=3, compaction_strides=()
     )
@@ -255,14 +255,14 @@ def test_following_retention_may_fail_at_each_operation(
     side: str, done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltawire.store.retrying.FIRST_PAUSE_S", 0.0)
-    inner, filled = open_bucket("memory://"), open_bucket("memory://")
+    inner, filled = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(inner, 0, 6, anchor_every=3)
     relay(inner, filled)
     run = read_run(inner)
     prune(inner, run, cutoff=3, grace_s=0)
     for at in range(1, 100):
         source, destination = FaultyBucket(inner), FaultyBucket(snapshot(filled))
-        carrier = Relay(source, destination, strides=(), grace_s=0)
+        carrier = Relay(RetryingBucket(source), RetryingBucket(destination), strides=(), grace_s=0)
         faulty = source if side == "source" else destination
         faulty.fail(at=at, done=done, times=None)
         failed = False
@@ -292,7 +292,7 @@ def test_versions_below_copied_tombstones_are_closed_though_it_stops_at_any_oper
     relay closes them, or retention without the source does."""
     monkeypatch.setattr("deltawire.store.retrying.FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr("deltawire.sync.chain.retention.WINDOW", 2)
-    source, filled = open_bucket("memory://"), open_bucket("memory://")
+    source, filled = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 4, anchor_every=3)
     relay(source, filled)
     publish(source, 5, 14, anchor_every=3)
@@ -301,8 +301,9 @@ def test_versions_below_copied_tombstones_are_closed_though_it_stops_at_any_oper
     relay(source, filled, retain=False)
     for at in range(1, 100):
         destination = FaultyBucket(snapshot(filled))
-        carrier = Relay(source, destination, strides=(), grace_s=0)
-        own = partial(prune, destination, run, cutoff=12, grace_s=0)
+        patient = RetryingBucket(destination)
+        carrier = Relay(source, patient, strides=(), grace_s=0)
+        own = partial(prune, patient, run, cutoff=12, grace_s=0)
         close = carrier.prune if stopped_is == "relay" else own
         destination.fail(at=at, done=True, times=None)
         stopped = False
@@ -324,7 +325,7 @@ def test_versions_below_copied_tombstones_are_closed_though_it_stops_at_any_oper
 
 def test_a_relay_killed_before_it_checked_its_blobs() -> None:
     """The commit succeeds, then retention deletes a blob that was an old orphan before it."""
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 6, anchor_every=3)
     relay(source, destination)
     run = read_run(source)
@@ -341,7 +342,7 @@ def test_a_relay_killed_before_it_checked_its_blobs() -> None:
 
 
 def test_a_destination_that_holds_something_else_is_not_touched() -> None:
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 2)
     other = start_publisher(destination, seed=1)
     other.publish(weights(0, seed=1))
@@ -353,7 +354,7 @@ def test_a_destination_that_holds_something_else_is_not_touched() -> None:
 
 
 def test_a_fork_at_the_destination_is_an_error() -> None:
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 2)
     first = Relay(source, destination, start=0, strides=())
     first.step()
@@ -371,15 +372,15 @@ def test_each_operation_failed_in_turn(
     side: str, done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltawire.store.retrying.FIRST_PAUSE_S", 0.0)
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     publish(inner, 0, 2, anchor_every=2)
     for at in range(1, 100):
-        source, destination = FaultyBucket(inner), FaultyBucket(open_bucket("memory://"))
+        source, destination = FaultyBucket(inner), FaultyBucket(open_bare_bucket("memory://"))
         faulty = source if side == "source" else destination
         faulty.fail(at=at, done=done, times=None)
         failed = False
         try:
-            relay(source, destination)
+            relay(RetryingBucket(source), RetryingBucket(destination))
         except RetryError:
             failed = True
         faulty.heal()
@@ -394,7 +395,7 @@ def test_each_operation_failed_in_turn(
 
 
 def test_a_turned_bit_on_the_way_is_not_passed_on() -> None:
-    inner, destination = open_bucket("memory://"), open_bucket("memory://")
+    inner, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(inner, 0, 3)
     source = FaultyBucket(inner)
     source.damage("weights/blobs/*", lambda data: flip_bit(data, 77))
@@ -407,7 +408,7 @@ def test_a_turned_bit_on_the_way_is_not_passed_on() -> None:
 
 
 def test_a_damaged_blob_at_the_destination_is_fetched_again() -> None:
-    source, inner = open_bucket("memory://"), open_bucket("memory://")
+    source, inner = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 1)
     relay(source, inner)
     publish(source, 2, 2)
@@ -424,7 +425,7 @@ def test_a_damaged_blob_at_the_destination_is_fetched_again() -> None:
 
 
 def test_a_relay_continues_after_a_kill_at_any_moment(tmp_path: Path) -> None:
-    source = open_bucket(str(tmp_path / "source"), create=True)
+    source = open_bare_bucket(str(tmp_path / "source"), create=True)
     publisher = start_publisher(source, anchor_every=4)
     for version in range(40):
         publisher.publish(weights(version))
@@ -441,10 +442,10 @@ def test_a_relay_continues_after_a_kill_at_any_moment(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         process.stdout.close()
-        reached.append(audit(open_bucket(str(tmp_path / "copy")), weights))
+        reached.append(audit(open_bare_bucket(str(tmp_path / "copy")), weights))
     assert reached == sorted(reached)
-    relay(source, open_bucket(str(tmp_path / "copy")))
-    copy = open_bucket(str(tmp_path / "copy"))
+    relay(source, open_bare_bucket(str(tmp_path / "copy")))
+    copy = open_bare_bucket(str(tmp_path / "copy"))
     assert contents(copy, "weights/manifests/") == contents(source, "weights/manifests/")
     assert check_run(copy).whole
 
@@ -453,7 +454,7 @@ def test_fifty_versions_move_a_fiftieth_of_fifty_models() -> None:
     """The figure of the README, at a density of one in a hundred: with the first model at most
     3 % of fifty, then at most 1 % a window."""
     steps = SyntheticSteps(1 << 21, 0.01)
-    inner, destination = open_bucket("memory://"), open_bucket("memory://")
+    inner, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publisher = open_publisher(
         inner,
         steps.tensors,
@@ -488,7 +489,7 @@ def test_fifty_versions_move_a_fiftieth_of_fifty_models() -> None:
 @pytest.mark.parametrize("trouble", ["junk", "lost", "far"])
 def test_a_manifest_that_cannot_be_read_at_the_source_is_passed_over(trouble: str) -> None:
     """It is reported; versions after it are copied, and readers of the region reach the newest."""
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publisher = start_publisher(source, anchor_every=3)
     for version in range(3):
         publisher.publish(weights(version))

@@ -7,7 +7,7 @@ import pytest
 from key_meter import KeyMeter
 
 from deltawire.errors import CorruptError
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import DelegatingBucket, open_bare_bucket
 from deltawire.sync import Relay, Subscriber, load_mirror, read_manifest
 from deltawire.sync.chain.objects import (
     get_blob,
@@ -56,7 +56,7 @@ def test_no_version_waits_for_decoding(monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("the relay decoded a version")
 
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     run = publish(source, 0, 5, anchor_every=0)
     with monkeypatch.context() as patch:
         patch.setattr(region_anchors, "load_mirror", refuse)
@@ -70,7 +70,7 @@ def test_no_version_waits_for_decoding(monkeypatch):
 
 
 def test_a_poisoned_version_is_refused_by_readers_there_as_here():
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     run = publish(source, 0, 4, anchor_every=3)
     poison(source, run, 1)
     relay = Relay(source, destination, start=0, strides=())
@@ -109,7 +109,7 @@ class Held(DelegatingBucket):
 
 
 def test_a_slow_anchor_holds_no_version_back():
-    source, inner = open_bucket("memory://"), open_bucket("memory://")
+    source, inner = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 9, anchor_every=3)
     deltas = 10  # And the anchor of version 0.
     destination = Held(inner, free=deltas)
@@ -127,7 +127,7 @@ def test_a_slow_anchor_holds_no_version_back():
 
 
 def test_anchors_are_made_after_a_stop_before_them(monkeypatch):
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     publish(source, 0, 7, anchor_every=3)
     with monkeypatch.context() as patch:
         patch.setattr(region_anchors.RegionAnchors, "wake", lambda *_: None)
@@ -150,7 +150,7 @@ def test_anchors_are_made_after_a_stop_before_them(monkeypatch):
 
 
 def test_an_anchor_of_another_model_is_not_taken():
-    source, destination = open_bucket("memory://"), open_bucket("memory://")
+    source, destination = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     run = publish(source, 0, 4, anchor_every=3)
     later = read_compacted_delta(source, run, None, 3)
     wrong = msgspec.structs.replace(later, digest="0" * 32)

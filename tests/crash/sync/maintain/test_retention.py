@@ -13,7 +13,7 @@ from deltawire.errors import (
     RetryError,
     UnreadableError,
 )
-from deltawire.store import open_bucket, retrying
+from deltawire.store import RetryingBucket, open_bare_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest
 from deltawire.sync.chain import objects as chain
 from deltawire.sync.chain import retention
@@ -45,7 +45,7 @@ def fill(bucket, newest=NEWEST, **options):
 
 @pytest.fixture(params=["memory", "folder"])
 def bucket(request, tmp_path):
-    inner = open_bucket("memory://" if request.param == "memory" else str(tmp_path))
+    inner = open_bare_bucket("memory://" if request.param == "memory" else str(tmp_path))
     bucket = FaultyBucket(inner)
     fill(bucket)
     return bucket
@@ -136,7 +136,7 @@ def test_without_an_anchor_that_is_there_nothing_is_deleted(bucket):
 
 
 def test_an_anchor_from_which_the_newest_cannot_be_reached_does_not_count():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     run = fill(bucket, compaction_strides=())
     bucket.hide(keys.manifest(9))
     assert prune(bucket, run, cutoff=NEWEST, grace_s=0).anchor is None
@@ -186,13 +186,13 @@ def test_readers_at_any_version_continue(bucket, held):
 def test_readers_caught_between_plan_and_fetch(bucket):
     run = start_run(bucket)
     for stop in range(1, 12):
-        fresh = FaultyBucket(open_bucket("memory://"))
+        fresh = FaultyBucket(open_bare_bucket("memory://"))
         for key in stored(bucket):
             fresh.inner.put(key, bucket.inner.get(key, limit=1 << 20))
-        subscriber = Subscriber(fresh, run, load_mirror(fresh.inner, run, at=0))
+        subscriber = Subscriber(RetryingBucket(fresh), run, load_mirror(fresh.inner, run, at=0))
 
         def strike(verb, key, fresh=fresh):
-            prune(fresh.inner, run, cutoff=8, grace_s=0)
+            prune(RetryingBucket(fresh).inner, run, cutoff=8, grace_s=0)
             return no_answer(verb, key)
 
         fresh.fail(at=stop, error=strike)
@@ -202,12 +202,12 @@ def test_readers_caught_between_plan_and_fetch(bucket):
 
 def test_a_writer_stalled_for_longer_than_retention_commits_nothing(bucket):
     """Its name for version 3 must not be free again, and it must find out at once."""
-    other = FaultyBucket(open_bucket("memory://"))
+    other = FaultyBucket(open_bare_bucket("memory://"))
     fill(other, 2)
     stalled = start_publisher(other, compaction_strides=())
     fill(other, NEWEST)
     run = start_run(other)
-    prune(other, run, cutoff=8, grace_s=0)
+    prune(RetryingBucket(other), run, cutoff=8, grace_s=0)
     for _ in range(2):
         with pytest.raises(FencedError):
             publish_and_wait(stalled, weights(3, seed=9))
@@ -226,13 +226,13 @@ def test_a_lost_name_below_the_floor_is_closed_too(bucket):
 
 def test_the_floor_holds_although_somebody_deletes_the_tombstones(bucket):
     """A lifecycle rule of the store, say."""
-    other = FaultyBucket(open_bucket("memory://"))
+    other = FaultyBucket(open_bare_bucket("memory://"))
     fill(other, 2)
     stalled = start_publisher(other, compaction_strides=())
     stalled._writer.head_checked = True  # It had read the newest manifest before it stalled.
     fill(other, NEWEST)
     run = start_run(other)
-    prune(other, run, cutoff=8, grace_s=0)
+    prune(RetryingBucket(other), run, cutoff=8, grace_s=0)
     for version in range(8):
         other.inner.delete(keys.manifest(version))
     with pytest.raises(FencedError, match="closed"):
@@ -267,7 +267,7 @@ def test_the_floor_is_never_lowered(bucket):
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("times", [1, None], ids=["once", "for-ever"])
 def test_each_operation_in_turn(done, times):
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     run = fill(inner)
     count = FaultyBucket(inner)
     prune(count, run, cutoff=8, grace_s=0, dry_run=True)
@@ -275,19 +275,19 @@ def test_each_operation_in_turn(done, times):
     at, ended = 0, False
     while not ended:
         at += 1
-        fresh = FaultyBucket(open_bucket("memory://"))
+        fresh = FaultyBucket(open_bare_bucket("memory://"))
         for key, data in objects.items():
             fresh.inner.put(key, data)
         fresh.fail(at=at, times=times, done=done)
         with suppress(DeltawireError):
-            prune(fresh, run, cutoff=8, grace_s=0)
+            prune(RetryingBucket(fresh), run, cutoff=8, grace_s=0)
             ended = len(fresh.operations) < at
         for version in (8, 9, 10):
             assert same_bits(load_mirror(fresh.inner, run, at=version).tensors, weights(version))
         fresh.heal()
-        prune(fresh, run, cutoff=8, grace_s=0)
+        prune(RetryingBucket(fresh), run, cutoff=8, grace_s=0)
         assert_kept(fresh, 8)
-        assert not set(prune(fresh, run, cutoff=8, grace_s=0).blobs)
+        assert not set(prune(RetryingBucket(fresh), run, cutoff=8, grace_s=0).blobs)
     assert at > 40
 
 

@@ -11,7 +11,7 @@ import pytest
 from history import LIMIT, follow, snapshot, weights
 
 from deltawire.errors import CorruptError, DeltawireError, FencedError, RetryError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import open_bare_bucket, retrying
 from deltawire.sync import (
     Subscriber,
     find_run,
@@ -72,7 +72,7 @@ def check(bucket):
 
 
 def operations_of_a_publish():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publish(bucket, 5)
     publisher = start_publisher(bucket, anchor_every=3, compaction_strides=STRIDES)
     bucket.operations.clear()
@@ -151,7 +151,7 @@ def test_retention_in_the_middle_of_a_commit(new_bucket, kind, done):
 @pytest.mark.parametrize("lag", range(1, 13))
 def test_retention_and_compaction_at_each_step_of_a_reader(lag):
     """A reader of every lag, interrupted at every operation by everybody else at once."""
-    original = open_bucket("memory://")
+    original = open_bare_bucket("memory://")
     publish(original, 14)
     run = read_run(original)
     start = load_mirror(original, run, at=13 - lag)

@@ -15,7 +15,7 @@ from history import LIMIT, snapshot, weights
 from shard_ranks import RANKS, close, publish_all, rank_publisher
 
 from deltawire.errors import RetryError, UnreadableError
-from deltawire.store import MeteredBucket, RetryingBucket, open_bucket
+from deltawire.store import MeteredBucket, RetryingBucket, open_bare_bucket
 from deltawire.sync import Compactor, Relay, load_mirror, read_manifest, read_run
 from deltawire.sync.chain import gc_intents as intents
 from deltawire.sync.chain.objects import read_compacted_delta
@@ -47,7 +47,7 @@ def publish(bucket, first, last, **options):
 
 @pytest.fixture(scope="module")
 def original():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publish(bucket, 0, LAST)
     return bucket
 
@@ -146,7 +146,7 @@ class Turns:
             bucket = FaultyBucket(self.inner)
             bucket.pause(wait=self._release, at=at, done=done)
             try:
-                found = prune(bucket, read_run(self.inner), cutoff=LAST, grace_s=0)
+                found = prune(RetryingBucket(bucket), read_run(self.inner), cutoff=LAST, grace_s=0)
             finally:
                 self.go.set()
             assert found.blobs
@@ -281,12 +281,12 @@ def test_nothing_is_deleted_later_than_writers_wait(original, monkeypatch):
 
     bucket.pause("delete", "weights/blobs/*", wait=stall, at=2)
     run = read_run(inner)
-    found = prune(bucket, run, cutoff=LAST, grace_s=0)
+    found = prune(RetryingBucket(bucket), run, cutoff=LAST, grace_s=0)
     deleted = [key for verb, key in bucket.operations if verb == "delete" and keys.BLOBS in key]
     assert deleted == found.blobs
     assert len(deleted) == 2
     assert not inner.list(keys.DELETION_INTENTS)
-    assert len(prune(bucket, run, cutoff=LAST, grace_s=0).blobs) == 1
+    assert len(prune(RetryingBucket(bucket), run, cutoff=LAST, grace_s=0).blobs) == 1
     assert_whole(inner, LAST)
 
 
@@ -305,7 +305,7 @@ def test_a_deletion_is_not_asked_for_again_later_than_writers_wait(original, mon
 
     bucket.fail("delete", "weights/blobs/*", times=None, error=not_answered)
     with pytest.raises(RetryError, match="time for this deletion is over"):
-        prune(bucket, read_run(inner), cutoff=LAST, grace_s=0)
+        prune(RetryingBucket(bucket), read_run(inner), cutoff=LAST, grace_s=0)
     assert begun
     assert max(begun) <= intents.INTENT_S
     assert len(inner.list(keys.DELETION_INTENTS)) == 1
@@ -316,7 +316,7 @@ def test_a_deletion_that_was_not_answered_leaves_the_intent(original):
     bucket = FaultyBucket(inner)
     bucket.fail("delete", "weights/blobs/*", times=None, error=no_answer)
     with pytest.raises(RetryError):
-        prune(bucket, read_run(inner), cutoff=LAST, grace_s=0)
+        prune(RetryingBucket(bucket), read_run(inner), cutoff=LAST, grace_s=0)
     assert len(inner.list(keys.DELETION_INTENTS)) == 1
 
 
@@ -330,7 +330,7 @@ def test_a_delete_that_arrives_after_its_repetition_was_answered_takes_no_blob(
     inner.put(doomed, later.get(doomed, limit=LIMIT))
     bucket = FaultyBucket(inner)
     bucket.postpone("delete", doomed)
-    found = prune(bucket, read_run(inner), cutoff=LAST, grace_s=0)
+    found = prune(RetryingBucket(bucket), read_run(inner), cutoff=LAST, grace_s=0)
     assert doomed in found.blobs
     assert bucket.operations.count(("delete", doomed)) == 2
     assert not inner.exists(doomed)
@@ -402,7 +402,7 @@ def test_retention_sees_each_attempt_to_delete_below_any_layers(original):
 
 def test_an_intent_goes_at_once_if_every_deletion_was_answered(original):
     bucket = FaultyBucket(snapshot(original))
-    prune(bucket, read_run(bucket), cutoff=LAST, grace_s=0)
+    prune(RetryingBucket(bucket), read_run(bucket), cutoff=LAST, grace_s=0)
     assert not bucket.inner.list(keys.DELETION_INTENTS)
 
 
@@ -417,7 +417,7 @@ def test_an_intent_goes_if_what_is_needed_cannot_be_read(original, monkeypatch):
         wait=lambda: bucket.inner.put(keys.manifest(LAST + 1), b"junk"),
     )
     with pytest.raises(UnreadableError, match="so nothing more was deleted"):
-        prune(bucket, read_run(bucket), cutoff=LAST, grace_s=0)
+        prune(RetryingBucket(bucket), read_run(bucket), cutoff=LAST, grace_s=0)
     assert bucket.list(keys.BLOBS) == before
     assert not bucket.inner.list(keys.DELETION_INTENTS)
 
@@ -425,7 +425,7 @@ def test_an_intent_goes_if_what_is_needed_cannot_be_read(original, monkeypatch):
 def test_many_blobs_are_deleted_in_batches(original, monkeypatch):
     monkeypatch.setattr(intents, "MAX_INTENT_BLOBS", 2)
     bucket = FaultyBucket(snapshot(original))
-    found = prune(bucket, read_run(bucket), cutoff=LAST, grace_s=0)
+    found = prune(RetryingBucket(bucket), read_run(bucket), cutoff=LAST, grace_s=0)
     assert len(found.blobs) == 3
     made = [
         key for verb, key in bucket.operations if verb == "put" and keys.DELETION_INTENTS in key

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from deltawire.errors import CorruptError, DeltawireError, InputError, UnreadableError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import RetryingBucket, open_bare_bucket, retrying
 from deltawire.sync import load_mirror, prune, read_manifest
 from deltawire.sync.chain import tags
 from deltawire.sync.chain.tags import add_tag, read_tags, remove_tag, tagged_version
@@ -27,7 +27,7 @@ def _no_pauses(monkeypatch):
 
 @pytest.fixture(scope="module")
 def original():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     with start_publisher(bucket, anchor_every=4, compaction_strides=(2, 4)) as publisher:
         for version in range(NEWEST + 1):
             publisher.publish(weights(version))
@@ -37,7 +37,7 @@ def original():
 @pytest.fixture
 def fresh(original):
     def make():
-        bucket = FaultyBucket(open_bucket("memory://"))
+        bucket = FaultyBucket(open_bare_bucket("memory://"))
         for key, data in original.items():
             bucket.inner.put(key, data)
         return bucket
@@ -165,14 +165,14 @@ def test_each_request_of_a_tag_fails(fresh, done):
         run = start_run(bucket.inner)
         bucket.fail(at=at, times=None, done=done)
         with suppress(DeltawireError):
-            add_tag(bucket, run, 5, "best")
+            add_tag(RetryingBucket(bucket), run, 5, "best")
             ended = len(bucket.operations) < at
         bucket.heal()
         kept = 4 if listed(bucket) else 8
         assert prune(bucket, run, cutoff=8, grace_s=0).pruned_below == kept
         assert_readable(bucket, kept, NEWEST)
         if kept == 4:
-            add_tag(bucket, run, 5, "best")
+            add_tag(RetryingBucket(bucket), run, 5, "best")
     assert at > 3
 
 

@@ -7,7 +7,7 @@ import pytest
 from anchored import anchor_of, anchor_payload
 
 from deltawire.errors import DeltawireError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import RetryingBucket, open_bare_bucket, retrying
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.sync import load_mirror, newest_version, open_publisher
 from deltawire.sync.maintain.fsck import check_run
@@ -38,13 +38,15 @@ def held_at(version):
 
 
 def start(bucket):
-    publisher = open_publisher(bucket, drawn(SIZES, 0), specs=SPECS, frozen=FROZEN, **OPTIONS)
+    publisher = open_publisher(
+        RetryingBucket(bucket), drawn(SIZES, 0), specs=SPECS, frozen=FROZEN, **OPTIONS
+    )
     publisher.close()
     return publisher.run
 
 
 def live(bucket, *, last=LAST, **options):
-    publisher = continue_publisher(bucket, **OPTIONS, **options)
+    publisher = continue_publisher(RetryingBucket(bucket), **OPTIONS, **options)
     try:
         while publisher.version < last:
             publisher.publish(drawn(["adapter"], publisher.version + 1), partial=True)
@@ -73,14 +75,14 @@ def assert_whole(bucket, run):
     [no_answer, pytest.param(disk_full, marks=[pytest.mark.drills, pytest.mark.long])],
 )
 def test_each_operation_in_turn(done, error):
-    clean = FaultyBucket(open_bucket("memory://"))
+    clean = FaultyBucket(open_bare_bucket("memory://"))
     run = start(clean.inner)
     live(clean)
     assert anchor_blobs(clean.inner, run, 0) & anchor_blobs(clean.inner, run, LAST)
     stored = sum(key.startswith(keys.BLOBS) for verb, key in clean.operations if verb == "put")
     assert stored == 2 * LAST - LAST // 2, "a delta each, and one blob an anchor"
     for at in range(1, len(clean.operations) + 1):
-        bucket = FaultyBucket(open_bucket("memory://"))
+        bucket = FaultyBucket(open_bare_bucket("memory://"))
         run = start(bucket.inner)
         bucket.fail(at=at, times=None, done=done, error=error)
         with suppress(DeltawireError):
@@ -109,7 +111,7 @@ class Deleting(DelegatingBucket):
 
 
 def test_a_blob_that_is_deleted_before_the_commit_is_encoded_again():
-    bucket = Deleting(open_bucket("memory://"))
+    bucket = Deleting(open_bare_bucket("memory://"))
     run = start(bucket)
     bucket.doomed = sorted(anchor_blobs(bucket, run, 0))
     live(bucket)
@@ -121,7 +123,7 @@ def test_a_blob_that_is_deleted_before_the_commit_is_encoded_again():
 
 
 def test_a_blob_of_another_encoder_that_is_deleted_is_reported(monkeypatch):
-    bucket = Deleting(open_bucket("memory://"))
+    bucket = Deleting(open_bare_bucket("memory://"))
     run = start(bucket)
     bucket.doomed = sorted(anchor_blobs(bucket, run, 0))
     monkeypatch.setattr(

@@ -7,7 +7,7 @@ from anchored import anchor_of
 from shard_ranks import RANKS, close, publish_all, rank_publisher
 
 from deltawire.errors import RetryError
-from deltawire.store import DelegatingBucket, open_bucket, retrying
+from deltawire.store import DelegatingBucket, open_bare_bucket, retrying
 from deltawire.sync import Publisher, Subscriber, load_mirror, newest_version, prune
 from deltawire.sync.chain.objects import later_anchors
 from deltawire.sync.chain.route_finder import RouteFinder
@@ -45,7 +45,7 @@ def opened(bucket, **options):
 
 
 def test_the_next_version_is_committed_while_an_anchor_is_stored():
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     bucket = Held(inner)
     publisher = opened(bucket)
     for version in range(4):  # The anchor of version 2 is under way when 3 is committed.
@@ -73,7 +73,7 @@ def test_the_next_version_is_committed_while_an_anchor_is_stored():
 def test_each_operation_of_an_anchor_fails_in_turn(done):
     """No version is held up; what is committed can be read; the next version has the anchor."""
     for at in range(1, 20):
-        bucket, reports = FaultyBucket(open_bucket("memory://")), []
+        bucket, reports = FaultyBucket(open_bare_bucket("memory://")), []
         publisher = start_publisher(bucket, anchor_every=2, on_anchor=reports.append)
         for version in range(2):
             publisher.publish(weights(version))
@@ -87,7 +87,7 @@ def test_each_operation_of_an_anchor_fails_in_turn(done):
         operations = len(bucket.operations) - before - commit
         assert 4 <= operations <= 8
 
-        bucket, reports = FaultyBucket(open_bucket("memory://")), []
+        bucket, reports = FaultyBucket(open_bare_bucket("memory://")), []
         publisher = start_publisher(bucket, anchor_every=2, on_anchor=reports.append)
         for version in range(2):
             publisher.publish(weights(version))
@@ -113,7 +113,7 @@ def test_each_operation_of_an_anchor_fails_in_turn(done):
 
 
 def test_a_new_publisher_makes_the_anchor_that_a_killed_one_did_not():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=4)
     for version in range(5):
         if version == 4:
@@ -135,7 +135,7 @@ def test_a_new_publisher_makes_the_anchor_that_a_killed_one_did_not():
 
 
 def test_readers_take_the_anchor_and_retention_hangs_on_it():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publisher = start_publisher(bucket, anchor_every=5)
     for version in range(18):
         publisher.publish(weights(version))
@@ -154,7 +154,7 @@ def test_readers_take_the_anchor_and_retention_hangs_on_it():
 
 
 def test_ranks_make_an_anchor_together_after_their_commit():
-    bucket, reports = open_bucket("memory://"), []
+    bucket, reports = open_bare_bucket("memory://"), []
     publishers = [
         rank_publisher(bucket, rank, anchor_every=2, on_anchor=reports.append)
         for rank in range(RANKS)
@@ -173,7 +173,7 @@ def test_ranks_make_an_anchor_together_after_their_commit():
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_whose_anchor_fails_stops_no_version(rank, stage, monkeypatch):
     """The others learn of it at once instead of waiting for its part."""
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     buckets = [FaultyBucket(inner) for _ in range(RANKS)]
     publishers = [
         rank_publisher(bucket, number, anchor_every=2, timeout_s=3600)

@@ -8,7 +8,7 @@ import pytest
 from outage_clock import OutageClock
 
 from deltawire.errors import InputError, RetryError, UnreadableError
-from deltawire.store import RetryingBucket, RetryPolicy, open_bucket
+from deltawire.store import RetryingBucket, RetryPolicy, open_bare_bucket
 from deltawire.sync import load_mirror, newest_version, read_manifest, read_run
 from deltawire.sync.maintain.fsck import check_run
 from deltawire.sync.publish.outage import WARN_EVERY_S, Outage
@@ -20,7 +20,7 @@ QUICK = RetryPolicy(retries=1, sleep=lambda _: None)
 
 @pytest.fixture
 def bucket():
-    return FaultyBucket(open_bucket("memory://"))
+    return FaultyBucket(open_bare_bucket("memory://"))
 
 
 def publisher_of(bucket, **options):
@@ -186,7 +186,7 @@ def test_a_version_waits_while_every_answer_about_the_run_is_damaged(bucket):
 def test_another_runs_description_is_noticed_too(bucket):
     publisher = publisher_of(bucket)
     publisher.publish(tiny.weights(0), wait=True)
-    other = open_bucket("memory://")
+    other = open_bare_bucket("memory://")
     tiny.start_run(other)
     bucket.put("run.json", other.get("run.json", limit=1 << 20))
     publisher.publish(tiny.weights(1))
@@ -197,7 +197,7 @@ def test_another_runs_description_is_noticed_too(bucket):
 
 def test_a_folder_that_disappeared_is_not_created_again(tmp_path):
     folder = tmp_path / "run"
-    publisher = tiny.start_publisher(open_bucket(folder, create=True))
+    publisher = tiny.start_publisher(open_bare_bucket(folder, create=True))
     publisher.publish(tiny.weights(0), wait=True)
     folder.rename(tmp_path / "elsewhere")
     publisher.publish(tiny.weights(1))
@@ -207,4 +207,4 @@ def test_a_folder_that_disappeared_is_not_created_again(tmp_path):
     (tmp_path / "elsewhere").rename(folder)
     publisher.publish(tiny.weights(2), wait=True)
     publisher.close()
-    assert_newest(open_bucket(folder), 1, tiny.weights(2))
+    assert_newest(open_bare_bucket(folder), 1, tiny.weights(2))

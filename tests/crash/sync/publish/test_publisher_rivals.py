@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from deltawire.errors import FencedError, RetryError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import open_bare_bucket, retrying
 from deltawire.sync import read_manifest
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import audit, start_publisher, weights
@@ -24,7 +24,7 @@ def _no_pauses(monkeypatch):
 @pytest.fixture(params=["folder", "memory"])
 def bucket(request, tmp_path):
     location = str(tmp_path) if request.param == "folder" else "memory://"
-    bucket = open_bucket(location)
+    bucket = open_bare_bucket(location)
     first = start_publisher(bucket)
     first.publish(weights(0))
     first.close()

@@ -6,7 +6,7 @@ import pytest
 from shard_ranks import RANKS, close, publish_all, rank_publisher, shards
 
 from deltawire.errors import FencedError, InputError, ResyncError, RetryError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import open_bare_bucket, retrying
 from deltawire.store.request_limit import note_refusal
 from deltawire.sync import Subscriber, load_mirror, newest_version
 from deltawire.sync.publish.encoding import chunks_of
@@ -24,7 +24,7 @@ def _no_pauses(monkeypatch):
 
 @pytest.fixture
 def bucket():
-    return FaultyBucket(open_bucket("memory://"))
+    return FaultyBucket(open_bare_bucket("memory://"))
 
 
 def test_one_manifest_commits_all(bucket):
@@ -215,7 +215,7 @@ def test_a_session_is_used_once(bucket):
 def test_each_operation_in_turn(done):
     """An operation that fails once is retried, in whichever rank."""
     for at in range(1, 40, 3):
-        bucket = FaultyBucket(open_bucket("memory://"))
+        bucket = FaultyBucket(open_bare_bucket("memory://"))
         publishers = [rank_publisher(bucket, rank, threads=1) for rank in range(RANKS)]
         assert publish_all(publishers, 0) == [None] * RANKS
         bucket.fail(at=at, done=done)

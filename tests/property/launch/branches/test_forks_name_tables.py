@@ -14,7 +14,7 @@ from deltawire import codec
 from deltawire.errors import CorruptError, DeltawireError
 from deltawire.launch.branches import forking
 from deltawire.launch.branches.forking import fork_run
-from deltawire.store import forked, open_bucket, retrying
+from deltawire.store import RetryingBucket, forked, open_bare_bucket, retrying
 from deltawire.store.forked import ForkedBucket
 from deltawire.sync import (
     Publisher,
@@ -78,7 +78,7 @@ def start(place, *, signed=False, **options):
         id="ab" * 16, name="r", created_at=0.0, tensors=SPECS, chunk=50,
         digest=codec.digest_model(first).hex(), public_key=SIGNER.public_key if signed else "",
     )  # fmt: skip
-    bucket = open_bucket(str(place), create=True)
+    bucket = open_bare_bucket(str(place), create=True)
     run = create_run(bucket, run, signer=SIGNER if signed else None)
     publish(bucket, run, empty_mirror(run), range(VERSIONS), epoch=1, **options)
     return bucket
@@ -91,12 +91,12 @@ def fork(bucket, version, name="try", *, copies=False):
         if copies:
             patch.setattr(forking, "_tables_above", lambda manifest: manifest)
         signer = SIGNER if run.public_key else None
-        made = fork_run(open_bucket(bucket.url), run, version, name, signer=signer)
-    return open_bucket(made.url)
+        made = fork_run(open_bare_bucket(bucket.url), run, version, name, signer=signer)
+    return open_bare_bucket(made.url)
 
 
 def plain(url, *, above=None):
-    folder = Path(open_bucket(url).url.removeprefix("file://"))
+    folder = Path(open_bare_bucket(url).url.removeprefix("file://"))
 
     def get(key):
         return (folder / key).read_bytes() if (folder / key).is_file() else None
@@ -134,7 +134,7 @@ def test_it_reads_as_one_that_copies(tmp_path_factory, version, every, signed, i
         parent = start(folder / "fast", signed=signed, anchor_every=every)
         shutil.copytree(folder / "fast", folder / "slow")
         fast = fork(parent, version)
-        slow = fork(open_bucket(str(folder / "slow")), version, copies=True)
+        slow = fork(open_bare_bucket(str(folder / "slow")), version, copies=True)
         assert read_run(fast).id == read_run(slow).id
         if later:  # Both are trained on, and forked again.
             for one in (fast, slow):
@@ -180,7 +180,7 @@ def test_a_relay_of_a_fork_needs_no_parent(tmp_path, signed):
     """Tables are blobs in the copy, which retention there keeps."""
     parent = start(tmp_path / "run", signed=signed)
     made = fork(parent, 4)
-    run, copy = read_run(made), open_bucket(str(tmp_path / "copy"), create=True)
+    run, copy = read_run(made), open_bare_bucket(str(tmp_path / "copy"), create=True)
     publish(made, run, load_mirror(made, run), [5], epoch=2)
     relay = Relay(made, copy, start=0)
     relay.advance()
@@ -198,13 +198,13 @@ def test_the_parents_retention_keeps_the_tables(parent):
     run, above = read_run(made), read_run(parent)
     for _ in range(2):
         assert prune(parent, above, cutoff=6, grace_s=0).pruned_below == 0
-    assert same_bits(load_mirror(open_bucket(made.url), run).tensors, weights(4))
+    assert same_bits(load_mirror(open_bare_bucket(made.url), run).tensors, weights(4))
     remove_tag(parent, above, keys.fork_tag("try"))
     for _ in range(2):
         prune(parent, above, cutoff=6, grace_s=0)
     assert read_manifest(parent, above, 3).pruned
     with pytest.raises(CorruptError, match="missing"):
-        load_mirror(open_bucket(made.url), run)
+        load_mirror(open_bare_bucket(made.url), run)
 
 
 def test_retention_of_the_fork_closes_what_it_began_with(parent):
@@ -215,17 +215,18 @@ def test_retention_of_the_fork_closes_what_it_began_with(parent):
         prune(made, run, cutoff=6, grace_s=0)
     shutil.rmtree(Path(parent.url.removeprefix("file://")) / "weights")
     assert read_manifest(made, run, 4).pruned
-    assert same_bits(load_mirror(open_bucket(made.url), run).tensors, weights(6))
+    assert same_bits(load_mirror(open_bare_bucket(made.url), run).tensors, weights(6))
 
 
 def pair(fork, parent):
     """A fork's bucket of two that fail on command."""
     inner = FaultyBucket(forked_inner(fork))
-    upper = FaultyBucket(open_bucket(parent.url))
+    upper = FaultyBucket(open_bare_bucket(parent.url))
     return ForkedBucket(inner, lambda: upper), inner, upper
 
 
 def forked_inner(fork):
+    fork = RetryingBucket.beneath(fork)
     assert isinstance(fork, ForkedBucket)
     return fork.inner
 
@@ -267,7 +268,7 @@ def test_each_request_to_the_fork_fails(parent, done, monkeypatch):
     run, at, ended = read_run(parent), 0, False
     while not ended:
         at, name = at + 1, f"try{at}"
-        place = open_bucket(f"{parent.url}/forks/{name}", create=True)
+        place = open_bare_bucket(f"{parent.url}/forks/{name}", create=True)
         faulty = FaultyBucket(place)
         faulty.fail(at=at, times=None, done=done)
         with monkeypatch.context() as patch, suppress(DeltawireError):
@@ -289,7 +290,7 @@ def test_junk_among_the_manifests_is_passed_over(parent, junk):
     run = read_run(made)
     (first, *_) = made.list(keys.MANIFESTS)
     parent.put(first.replace("0000000000", "0000000001"), junk)
-    bucket = open_bucket(made.url)
+    bucket = open_bare_bucket(made.url)
     with pytest.raises(CorruptError, match="missing"):
         load_mirror(bucket, run, at=1)
     made.put(keys.manifest(1), junk)
@@ -315,7 +316,7 @@ def test_another_table_above_is_not_taken(parent):
     key = keys.blob(read_manifest(made, read_run(made), 3).delta.table.blob)
     assert made.get(key, limit=1 << 14)
     parent.put(keys.manifest(3), parent.get(keys.manifest(2), limit=1 << 14))
-    bucket = open_bucket(made.url)
+    bucket = open_bare_bucket(made.url)
     assert bucket.get(key, limit=1 << 14) is None
     assert bucket.read_ranges(key, [(0, 4)]) is None
 
@@ -337,15 +338,15 @@ def test_a_fork_that_an_earlier_release_began_is_finished(tmp_path, copied, monk
     """It wrote manifests with inline tables, and was killed before the run's description."""
     parent = start(tmp_path / "run", anchor_every=100)
     whole = fork(parent, 4, "twin", copies=True)
-    begun = open_bucket(f"{parent.url}/forks/try", create=True)
+    begun = open_bare_bucket(f"{parent.url}/forks/try", create=True)
     for key in whole.list(keys.MANIFESTS)[:copied]:
         data = whole.get(key, limit=1 << 21)
         begun.create(key, data)
     # The id of a fork has its name, so those manifests are of another one here.
     run = read_run(parent)
     monkeypatch.setattr(forking, "_refuse_another", lambda *_: False)
-    made = fork_run(open_bucket(parent.url), run, 4, "try")
-    found = open_bucket(made.url)
+    made = fork_run(open_bare_bucket(parent.url), run, 4, "try")
+    found = open_bare_bucket(made.url)
     names = dict(found._named_tables()) if isinstance(found, ForkedBucket) else None
     assert names, "the versions after the first ones name tables above"
     assert set(names.values()) == {f"{n:010d}" for n in range(copied, 5)}
@@ -360,7 +361,7 @@ def test_a_table_is_found_past_a_tombstone_and_a_damaged_manifest(tmp_path):
         for key in (first, second):
             before = made.get(key, limit=1 << 21)
             made.put(key, data)
-            found = dict(open_bucket(made.url)._named_tables())
+            found = dict(open_bare_bucket(made.url)._named_tables())
             assert found.items() <= wanted.items()
             assert set(found.values()) == set(wanted.values()) - {key[-15:-5]}, (data, key)
             made.put(key, before)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deltawire import codec
 from deltawire.errors import InputError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import COMPACTION_STRIDES, Compactor, Subscriber, load_mirror, read_manifest
 from deltawire.sync.chain.objects import read_compacted_delta
 from deltawire.sync.chain.payloads import read_blobs
@@ -23,7 +23,7 @@ LONG = 129
 @pytest.fixture(scope="module")
 def long_run():
     """A chain with one anchor, the first version, and its compacted deltas."""
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=0, compaction_strides=COMPACTION_STRIDES)
     for version in range(LONG):
         publisher.publish(weights(version))
@@ -40,7 +40,7 @@ def long_run():
     st.integers(0, 14),
 )
 def test_a_compacted_delta_equals_replay(strides, versions, seed, begun):
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publisher = start_publisher(bucket, seed=seed, anchor_every=5)
     compactor = Compactor(bucket, publisher.run, strides, threads=1)
     made = []
@@ -150,7 +150,7 @@ def test_every_flipped_bit_of_a_compacted_delta_is_detected(long_run):
 
 
 def test_strides_must_nest():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publisher = start_publisher(bucket)
     for strides in ((1,), (4, 6), (0, 4)):
         with pytest.raises(InputError, match="multiples"):
@@ -160,7 +160,7 @@ def test_strides_must_nest():
 
 def test_a_mirror_that_was_lost_on_the_way_is_filled_again():
     """As by a store that falls silent while the compactor's mirror is read from an anchor."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publisher = start_publisher(bucket, anchor_every=4)
     compactor = Compactor(bucket, publisher.run, (2, 4))
     for version in range(13):
@@ -175,7 +175,7 @@ def test_a_mirror_that_was_lost_on_the_way_is_filled_again():
 
 
 def test_a_compacted_delta_that_readers_would_refuse_is_not_published(monkeypatch):
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publisher = start_publisher(bucket, anchor_every=0)
     for version in range(3):
         publisher.publish(weights(version))
@@ -187,7 +187,7 @@ def test_a_compacted_delta_that_readers_would_refuse_is_not_published(monkeypatc
 
 
 def test_failed_compactions_do_not_stop_the_publisher():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=0, compaction_strides=(2, 4))
     bucket.fail(
         "create", "weights/compacted/*", times=None, error=lambda verb, key: RuntimeError(key)
@@ -208,7 +208,7 @@ def test_failed_compactions_do_not_stop_the_publisher():
 
 def test_a_lost_blob_costs_the_compacted_deltas_over_it_and_no_others():
     """Such an error once stopped compaction forever without a report."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publisher = start_publisher(bucket, anchor_every=4)
     for version in range(13):
         publisher.publish(weights(version))
@@ -225,7 +225,7 @@ def test_a_lost_blob_costs_the_compacted_deltas_over_it_and_no_others():
 
 
 def test_failed_compactions_are_reported_with_the_next_commit():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     told = []
     publisher = start_publisher(
         bucket, anchor_every=100, compaction_strides=(2,), on_commit=told.append
@@ -248,7 +248,7 @@ def test_failed_compactions_are_reported_with_the_next_commit():
 
 def test_compaction_begins_at_the_first_version_that_it_is_told():
     """Also where nothing is due there yet, and many versions come before it is told again."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publisher = start_publisher(bucket)
     for version in range(9):
         publisher.publish(weights(version))

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deltawire.errors import InputError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.sync import load_mirror, open_publisher
 from deltawire.wire import keys
@@ -29,7 +29,7 @@ def fresh(seed):
 @given(steps=st.lists(st.tuples(st.sets(st.sampled_from(NAMES)), st.booleans()), max_size=6))
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_is_left_out_keeps_its_bits(steps):
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     held = fresh(0)
     publisher = open_publisher(bucket, held, anchor_every=3, compaction_strides=())
     run = publisher.run
@@ -65,7 +65,7 @@ class Refusing(DelegatingBucket):
 
 def test_an_upload_that_failed_leaves_nothing_of_its_weights():
     """Its weights were staged already; the next version must not carry them."""
-    bucket = Refusing(open_bucket("memory://"))
+    bucket = Refusing(open_bare_bucket("memory://"))
     publisher = open_publisher(bucket, fresh(0), compaction_strides=())
     publisher.flush()
     bucket.refuse = True
@@ -81,7 +81,7 @@ def test_an_upload_that_failed_leaves_nothing_of_its_weights():
 
 
 def test_without_partial_every_tensor_is_required():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publisher = open_publisher(bucket, fresh(0))
     with pytest.raises(InputError, match="only one of the two has"):
         publisher.publish({"a": fresh(1)["a"]})

@@ -111,4 +111,4 @@ def test_two_s3_servers_pass_the_suite_and_are_left_empty(s3_server, moto_server
             )
         )
         assert not [case for case in cases if not case.passed]
-        assert server.open("s3://drills/doctor").list("") == []
+        assert server.open_bare("s3://drills/doctor").list("") == []

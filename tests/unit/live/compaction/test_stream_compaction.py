@@ -22,7 +22,7 @@ from deltawire.live.release.live_probes import PlacedRecords
 from deltawire.live.release.outcomes import OutcomeRules
 from deltawire.runtime.compacted_segments import list_compacted
 from deltawire.runtime.trusted import ANY
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import DelegatingBucket, open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket, disk_full, flip_bit
 from deltawire.testing.tiny import start_run
 from deltawire.wire import keys
@@ -69,7 +69,7 @@ def answers_of(bucket):
 
 
 def test_many_segments_become_few_objects_with_the_same_rows():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     store(bucket, range(600))
     before = {row.answer: row for row in answers_of(bucket)[1].answers.values()}
     assert compact(bucket) == 2 * (36 + 2)
@@ -83,7 +83,7 @@ def test_many_segments_become_few_objects_with_the_same_rows():
 
 
 def test_a_reader_that_follows_reads_each_row_once_while_segments_move():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     store(bucket, range(10))
     records = LiveRecords(bucket)
     found = records.poll()
@@ -97,7 +97,7 @@ def test_a_reader_that_follows_reads_each_row_once_while_segments_move():
 
 def test_a_segment_that_moves_between_a_listing_and_its_read_is_read():
     """A reader that saw the segment listed and found it gone once took it for deleted."""
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     store(bucket, range(40))
     bucket.pause("get", keys.live_captures("g0", 0), wait=lambda: compact(bucket.inner))
     records = LiveRecords(bucket)
@@ -108,7 +108,7 @@ def test_a_segment_that_moves_between_a_listing_and_its_read_is_read():
 
 
 def test_a_reader_finds_the_segments_of_a_gateway_that_was_compacted_away():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     records = LiveRecords(bucket)
     records.poll()
     store(bucket, range(5))
@@ -122,7 +122,7 @@ def test_a_reader_finds_the_segments_of_a_gateway_that_was_compacted_away():
 def test_a_reader_that_first_sees_a_gateway_reads_what_was_compacted_of_it():
     """It had looked for gateways that were compacted away, and would not again for 16 polls, and
     then for segments after the newest only."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     records = LiveRecords(bucket)
     records.poll()
     store(bucket, range(40))
@@ -134,7 +134,7 @@ def test_a_reader_that_first_sees_a_gateway_reads_what_was_compacted_of_it():
 
 
 def test_a_restarted_decider_reads_the_indexes_of_what_came_before_its_canary():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     for n in range(300):
         put_rows(bucket.inner, n, [answer(n, at=NOW + n, propensity=0.5)])
     compact(bucket.inner)
@@ -159,7 +159,7 @@ def test_a_restarted_decider_reads_the_indexes_of_what_came_before_its_canary():
 
 
 def test_an_evaluator_reads_the_newest_segments_only():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     store(bucket.inner, range(600))
     compact(bucket.inner)
     records = RecentAnswers(bucket)
@@ -172,7 +172,7 @@ def test_an_evaluator_reads_the_newest_segments_only():
 
 
 def test_probes_name_the_segment_that_an_answer_came_in():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     store(bucket, range(40))
     compact(bucket)
     records = PlacedRecords(bucket)
@@ -181,7 +181,7 @@ def test_probes_name_the_segment_that_an_answer_came_in():
 
 
 def test_a_user_is_erased_from_every_object_and_others_stay():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     run = start_run(bucket)
     owners = {3: BOB, 290: BOB, 599: BOB}
     store(bucket, range(600), owners=owners)
@@ -202,7 +202,7 @@ def test_a_user_is_erased_from_every_object_and_others_stay():
 
 @pytest.mark.parametrize("damage", ["no segment", "another segment"])
 def test_a_damaged_segment_stays_and_the_rest_is_compacted(damage):
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     store(bucket, range(60))
     other = bucket.get(keys.live_captures("g0", 4), limit=1 << 20)
     data = b"damaged" if damage == "no segment" else other
@@ -219,7 +219,7 @@ def test_a_damaged_segment_stays_and_the_rest_is_compacted(damage):
 
 def test_a_row_that_nobody_can_read_is_not_moved_among_others():
     """A compacted segment with such a row would be unreadable, and all of its answers lost."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     store(bucket, range(60))
     wrong = msgspec.structs.replace(answer(5), logprobs=b"")
     put_rows(bucket, 5, [wrong])
@@ -231,7 +231,7 @@ def test_a_row_that_nobody_can_read_is_not_moved_among_others():
 
 
 def test_old_rows_are_deleted_and_younger_ones_stay():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     store(bucket, range(300), at=lambda n: NOW + n * DAY_S / 10)
     now = NOW + 30 * DAY_S
     captures = StreamCompactor(bucket, ServedRows("captures"), "g0")
@@ -247,7 +247,7 @@ def test_old_rows_are_deleted_and_younger_ones_stay():
 
 
 def test_few_segments_are_compacted_once_they_are_a_day_old():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     store(bucket, range(3))
     assert compact(bucket) == 0
     assert compact(bucket, clock=lambda: 1e12) == 2
@@ -258,7 +258,7 @@ def test_few_segments_are_compacted_once_they_are_a_day_old():
 def test_large_objects_are_not_merged_further(monkeypatch):
     monkeypatch.setattr(compactor, "FULL_BYTES", 2000)
     monkeypatch.setattr(compactor, "MAX_MERGED_BYTES", 4000)
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     store(bucket, range(300))
     compact(bucket)
     compacted = bucket.list(keys.LIVE_COMPACTED + "captures/")
@@ -271,7 +271,7 @@ def test_large_objects_are_not_merged_further(monkeypatch):
 
 def test_segments_that_an_erasure_put_back_are_counted_once():
     """An erasure that read a segment before it was compacted stores it again without the user."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     store(bucket, range(40))
     data = bucket.get(keys.live_captures("g0", 2), limit=1 << 20)
     compact(bucket)
@@ -285,7 +285,7 @@ def test_segments_that_an_erasure_put_back_are_counted_once():
 
 
 def test_a_flipped_bit_in_an_object_is_noticed():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     store(bucket, range(40))
     compact(bucket)
     place = next(iter(list_compacted(bucket, "captures", "g0").segments))
@@ -303,7 +303,7 @@ def test_a_flipped_bit_in_an_object_is_noticed():
 
 
 def test_maintenance_reports_what_it_cannot_do_and_goes_on():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     store(bucket, range(60))
     bucket.fail("list", "live/index/captures/*", times=1)
     thread = MaintenanceThread(gateway_compactors(bucket, "g0"), {"captures": 1.0})
@@ -318,7 +318,7 @@ def test_maintenance_reports_what_it_cannot_do_and_goes_on():
 
 def test_an_object_that_cannot_be_read_keeps_no_other_row_beyond_its_age(monkeypatch):
     monkeypatch.setattr(FaultyBucket, "poll_s", 0.0)
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     store(bucket, range(300))
     thread = MaintenanceThread(gateway_compactors(bucket, "g0"), {"captures": 1.0, "feedback": 1.0})
     for one in thread._compactors:
@@ -342,7 +342,7 @@ def test_an_object_that_cannot_be_read_keeps_no_other_row_beyond_its_age(monkeyp
 
 
 def test_age_is_looked_at_again_for_the_stream_that_failed_only():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     store(bucket, range(60))
     thread = MaintenanceThread(gateway_compactors(bucket, "g0"), {"captures": 1.0, "feedback": 1.0})
     bucket.fail("list", "live/index/captures/*", times=None)
@@ -369,7 +369,7 @@ WRONG_ROWS = [b"\xc1", b"", msgspec.msgpack.encode({"user": BOB, "at": float("na
 
 @pytest.mark.parametrize("row", WRONG_ROWS)
 def test_a_row_of_an_object_that_nobody_can_read_ends_no_thread_and_no_erasure(row, monkeypatch):
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     monkeypatch.setattr(type(bucket), "poll_s", 0.0)
     run = start_run(bucket)
     place = with_row(bucket, row)
@@ -390,7 +390,7 @@ def test_what_cannot_be_read_of_one_gateway_keeps_no_other_from_being_compacted(
     where, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(compactor, "ABANDONED_S", -1e9)
-    bucket = open_bucket(str(tmp_path / "run"), create=True)
+    bucket = open_bare_bucket(str(tmp_path / "run"), create=True)
     start_run(bucket)
     for gateway in ("g0", "g1"):
         for n in range(40):
@@ -418,7 +418,7 @@ def test_what_cannot_be_read_of_one_gateway_keeps_no_other_from_being_compacted(
 
 def test_any_error_of_maintenance_is_reported_and_the_thread_goes_on(monkeypatch):
     monkeypatch.setattr(maintenance, "COMPACT_EVERY_S", 0.01)
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     thread = MaintenanceThread(gateway_compactors(bucket, "g0"), {})
     turns = []
 
@@ -441,7 +441,7 @@ def test_any_error_of_maintenance_is_reported_and_the_thread_goes_on(monkeypatch
 def test_an_export_during_a_merge_has_every_row(at, monkeypatch):
     """Objects that were listed, and merged before they were read, were left out."""
     monkeypatch.setattr(compactor, "FAN_IN", 2)
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     start_run(bucket)
     store(bucket, range(20), owners=dict.fromkeys(range(4), BOB))
     monkeypatch.setattr(compactor, "FULL_BYTES", 0)
@@ -463,14 +463,14 @@ def test_an_export_during_a_merge_has_every_row(at, monkeypatch):
 
 
 def test_rows_of_nobody_are_not_stored():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     assert store_compacted(bucket, ServedRows("captures"), "g0", []) is None
     assert bucket.list("") == []
 
 
 def test_a_store_that_refuses_deletions_is_left_as_it_is():
     """Each turn once would have stored all of it again."""
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     store(bucket, range(60))
     before = bucket.list("")
     bucket.fail("delete", times=None, error=disk_full)

@@ -9,7 +9,7 @@ from live_answers import answer
 from deltawire.errors import UnreadableError
 from deltawire.live.erasure.forgetting import GroupsNeededError, forget_user
 from deltawire.live.erasure.user_groups import READERS
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import DelegatingBucket, open_bare_bucket
 from deltawire.sync import read_run
 from deltawire.testing.faulty import FaultyBucket, half
 from deltawire.testing.tiny import start_publisher, start_run, weights
@@ -25,7 +25,7 @@ VERSIONS = 3 * 16
 @pytest.fixture
 def bucket(monkeypatch):
     """Version 1 consumed a group with answers of Alice, another one waits."""
-    found = FaultyBucket(open_bucket("memory://"))
+    found = FaultyBucket(open_bare_bucket("memory://"))
     start_run(found)
     learned(found, {2: ALICE, 6: ALICE})
     monkeypatch.setattr(FaultyBucket, "poll_s", 0.0)

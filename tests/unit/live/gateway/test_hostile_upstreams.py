@@ -28,7 +28,7 @@ from deltawire.runtime.children import LocalLauncher
 from deltawire.serving.client_keys import ClientKeys, ClientLimits
 from deltawire.serving.replica_set import TargetVersion
 from deltawire.serving.upstream import OpenAIUpstream
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.wire import keys
 from deltawire.wire.captures import Feedback, GatewayState
@@ -186,7 +186,7 @@ def test_figures_of_before_outlive_a_bucket_that_does_not_answer_at_the_start():
                 raise RetryError("no answer")
             return super().get(key, **options)
 
-    bucket = UnansweredBucket(open_bucket("memory://", create=True))
+    bucket = UnansweredBucket(open_bare_bucket("memory://", create=True))
     state = GatewayState(
         gateway="g0", run="0" * 32, generations=[], started=0.0, at=0.0,
         windows=figures_of(3).windows(),

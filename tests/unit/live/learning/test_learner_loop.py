@@ -25,7 +25,7 @@ from deltawire.rl.control.lineages import read_lineages
 from deltawire.runtime.decision_log import DecisionLog
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.process import Process
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import read_manifest
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import start_publisher, start_run, weights
@@ -70,7 +70,7 @@ def started(monkeypatch):
 
 def with_answers(numbers, owners=None):
     """A bucket with answers and reports of these numbers."""
-    bucket, owners = open_bucket("memory://"), owners or {}
+    bucket, owners = open_bare_bucket("memory://"), owners or {}
     start_run(bucket)
     put_rows(
         bucket, 0, [answer(n, user=owners.get(n)) for n in numbers],

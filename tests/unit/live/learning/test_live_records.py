@@ -7,7 +7,7 @@ from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
 from deltawire.live.learning.records import LiveRecords
 from deltawire.rl.control.lineages import read_lineages
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket, half
 from deltawire.wire import keys
 
@@ -15,7 +15,7 @@ NOW = 1_000_000.0
 
 
 def test_damaged_segments_are_left_out_and_are_the_alarm():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     put_rows(bucket, 0, [answer(1)], [report(1)])
     bucket.put(keys.live_captures("g0", 1), b"damaged")
     bucket.put(f"{keys.LIVE_CAPTURES}g0/notes.txt", b"no segment")
@@ -31,7 +31,7 @@ def test_damaged_segments_are_left_out_and_are_the_alarm():
 @pytest.mark.parametrize("damage", ["damaged", "not found"])
 def test_a_segment_that_an_answer_damaged_is_read_by_the_next_poll(damage):
     """It was once passed over for good, and its answers were never learned from."""
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     put_rows(bucket, 0, [answer(1)], [report(1)])
     put_rows(bucket, 1, [answer(2)], [report(2)])
     key = keys.live_captures("g0", 0)
@@ -52,7 +52,7 @@ def test_a_segment_that_an_answer_damaged_is_read_by_the_next_poll(damage):
 
 def test_one_damaged_answer_leaves_no_lineage_out():
     """Its answers would be grouped, and trained on, a second time."""
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     put_rows(
         bucket,
         0,
@@ -68,7 +68,7 @@ def test_one_damaged_answer_leaves_no_lineage_out():
 
 
 def test_a_lineage_that_is_damaged_or_misplaced_claims_nothing():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     numbers = range(1, 5)
     put_rows(
         bucket, 0, [answer(n) for n in numbers], [report(n, value=float(n % 2)) for n in numbers]

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.scale.live_users import POLLS, poll_rolled_back
 from deltawire.rl.control.released_groups import ReleasedGroups
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import read_manifest
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import start_publisher, weights
@@ -19,7 +19,7 @@ VERSIONS = 30
 @pytest.fixture
 def rolled_back():
     """Thirty versions; a decision asks the trainer to restore version 0 without a user."""
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=100)
     for version in range(VERSIONS):
         publisher.publish(weights(version % 2))

@@ -18,7 +18,7 @@ from deltawire.live.release.next_decision import (
 )
 from deltawire.live.release.operator_mode import allows, read_operator, store_operator
 from deltawire.runtime.decision_log import DecisionLog
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket, half
 from deltawire.wire import keys
 from deltawire.wire.decisions import ServedVersion
@@ -31,7 +31,7 @@ OLD, NEW, NEWER, SAME = (ServedVersion(n, f"{n % 4:032x}") for n in (0, 1, 2, 5)
 
 @pytest.fixture
 def log():
-    found = DecisionLog(open_bucket("memory://"), RUN)
+    found = DecisionLog(open_bare_bucket("memory://"), RUN)
     assert found.append(decide_by_hand(found, "promote", by="ann", now=0.0, target=OLD))
     return found
 
@@ -123,7 +123,7 @@ def test_modes_stop_what_they_say(log):
 
 
 def test_a_mode_that_cannot_be_read_freezes():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     assert read_operator(bucket, RUN).mode == "running"
     store_operator(bucket, OperatorState(run=RUN, mode="paused", by="ann"))
     assert read_operator(bucket, RUN).mode == "paused"
@@ -135,7 +135,7 @@ def test_a_mode_that_cannot_be_read_freezes():
 
 def test_the_commands(tmp_path, capsys):
     url = (tmp_path / "run").as_uri()
-    open_bucket(url, create=True)
+    open_bare_bucket(url, create=True)
     published(url=url)
 
     def live(*arguments):

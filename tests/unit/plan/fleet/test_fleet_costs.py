@@ -37,7 +37,7 @@ from deltawire.rl.control.credits import CreditIssuer
 from deltawire.rl.control.rollout_buffer import RolloutBuffer
 from deltawire.rl.control.worker_guard import WorkerGuard
 from deltawire.runtime.event_archive import EventArchiver
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import load_mirror, open_publisher, read_manifest, read_run
 from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.sync.follow.blob_cache import BlobCache
@@ -62,7 +62,7 @@ def planned(path, changes=None):
 
 def small_run(*, tensors=4, versions=4):
     """Publishes a run of bf16 weights; returns its bucket and its publisher."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     rng = np.random.default_rng(0)
     shape = (512, 512)
     weights = {
@@ -180,7 +180,7 @@ def test_the_trainers_status_has_the_bytes_that_are_planned(tmp_path):
     """A real issuer's object of 12 workers and all the groups that they may have."""
     request = read_request(write_plan(tmp_path), {"rollouts.group_size": "1"})
     workers = engines_of(request)
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     train = TrainConfig(groups_per_step=request.rollouts.batch, max_staleness=4)
     config = RunConfig(name="r", train=train)
     granted = {f"worker-{number}": 12_000 for number in range(workers)}
@@ -205,7 +205,7 @@ def test_the_trainers_status_has_the_bytes_that_are_planned(tmp_path):
 def test_archiving_asks_for_what_is_planned():
     """A round reads all heartbeats and lists them and the streams; a compaction also lists each
     stream and reads its segments, but the last few, until two answers agree."""
-    inner, names, segments = open_bucket("memory://"), ["trainer", "w0", "w1"], 600
+    inner, names, segments = open_bare_bucket("memory://"), ["trainer", "w0", "w1"], 600
     for name in names:
         stream = f"{name}-{'0' * 16}"
         put_heartbeat(inner, name, nonce="0" * 16)
@@ -244,13 +244,13 @@ def test_a_cache_that_is_too_small_is_a_warning(tmp_path):
     }  # fmt: skip
     path = write_plan(tmp_path)
     plan = planned(path, changes)
-    cache = BlobCache(open_bucket("memory://"), tmp_path / "cache")
+    cache = BlobCache(open_bare_bucket("memory://"), tmp_path / "cache")
     assert not cache.takes(int(plan.delta_bytes))
     assert "home: blob_cache has no effect" in plan.warnings[0]
     assert len(plan.warnings) == 2
     gigabytes = 2.01 * plan.delta_bytes / 1e9
     larger = planned(path, {**changes, "regions.*.blob_cache_gb": f"{gigabytes}"})
-    assert BlobCache(open_bucket("memory://"), tmp_path / "c", int(gigabytes * 1e9)).takes(
+    assert BlobCache(open_bare_bucket("memory://"), tmp_path / "c", int(gigabytes * 1e9)).takes(
         int(larger.delta_bytes)
     )
     assert larger.warnings == []

@@ -12,7 +12,7 @@ from heartbeats import make_heartbeat, put_heartbeat
 from benchmarks.scale import workers as fleet_of_workers
 from deltawire.rl.control import rollout_buffer, worker_guard
 from deltawire.rl.rollout.group_numbers import next_sequence
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.simulated import PAGE_KEYS, SimulatedBucket
 from deltawire.wire import keys
 from deltawire.wire.objects import encode_json
@@ -53,7 +53,7 @@ def counting(bucket):
 
 @pytest.mark.parametrize("workers", [50, 200])
 def test_the_requests_of_a_poll_are_bounded(small_limits, opened, workers):
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     names = [f"w{number:03d}" for number in range(workers)]
     for name in names:
         put_heartbeat(inner, name, at=time.time(), first=0)
@@ -79,7 +79,7 @@ def test_the_requests_of_a_poll_are_bounded(small_limits, opened, workers):
 
 
 def test_every_heartbeat_is_read_in_turn_and_nobody_is_silent(opened):
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     control = opened(counting(inner), 40)
     for number in range(2 * 40 // READ):
         for worker in range(40):
@@ -91,7 +91,7 @@ def test_every_heartbeat_is_read_in_turn_and_nobody_is_silent(opened):
 
 
 def test_a_worker_that_returns_lists_the_groups_after_its_predecessors():
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     last = 2 * PAGE_KEYS + 7
     for number in range(last + 3):
         inner.put(keys.rollout("w0", number), b"")

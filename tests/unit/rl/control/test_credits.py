@@ -9,7 +9,7 @@ from deltawire.rl.control.credits import CreditIssuer
 from deltawire.rl.control.rollout_buffer import RolloutBuffer
 from deltawire.rl.control.staleness import Strict, WindowedFifo
 from deltawire.runtime.fleet import read_trainer
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger, ranges_of
@@ -20,7 +20,7 @@ CONFIG = RunConfig(name="test", train=TrainConfig(groups_per_step=2, max_stalene
 
 @pytest.fixture
 def bucket():
-    return open_bucket("memory://")
+    return open_bare_bucket("memory://")
 
 
 def issuer_at(bucket, ledger=None, granted=None, policy="strict"):

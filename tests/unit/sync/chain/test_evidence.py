@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from deltawire.errors import CorruptError, RetryError, UnreadableError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import read_manifest, read_run
 from deltawire.sync.chain.evidence import (
     READS,
@@ -33,7 +33,7 @@ DAMAGES = {
 
 @pytest.fixture
 def bucket(monkeypatch):
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     publisher = start_publisher(inner)
     publisher.publish(weights(0))
     publisher.close()

@@ -4,7 +4,7 @@ import pytest
 
 from deltawire.errors import CorruptError, UnreadableError
 from deltawire.live.erasure.rebuilding import _ancestry
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import newest_readable, read_history, read_run
 from deltawire.sync.chain.history import is_skipped
 from deltawire.testing.faulty import FaultyBucket, flip_bit, half
@@ -26,7 +26,7 @@ def publish(bucket, last):
 @pytest.fixture
 def bucket(monkeypatch):
     monkeypatch.setattr(FaultyBucket, "poll_s", 0.0)
-    found = FaultyBucket(open_bucket("memory://"))
+    found = FaultyBucket(open_bare_bucket("memory://"))
     publish(found.inner, NEWEST)
     return found
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, open_bare_bucket
 from deltawire.sync import newest_version
 from deltawire.sync.chain.objects import FEW_VERSIONS, committed_objects, late_version
 from deltawire.testing.faulty import FaultyBucket
@@ -13,7 +13,7 @@ class Numbers(Bucket):
     """Holds manifests of these versions, without storing them."""
 
     def __init__(self, versions):
-        inner = open_bucket("memory://")
+        inner = open_bare_bucket("memory://")
         super().__init__(inner.store, inner.url, local=True)
         self.versions = versions
         self.requests = 0
@@ -40,7 +40,7 @@ def test_with_numbers_missing_it_is_one_that_exists(hole):
 
 
 def test_the_newest_version_is_found_with_holes_and_foreign_keys():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     for version in [*range(2000), 2100, 9_999_999_998]:
         bucket.inner.put(keys.manifest(version), b"x")
     assert newest_version(bucket) == max(committed_objects(bucket)) == 9_999_999_998

@@ -4,7 +4,7 @@ import pytest
 from anchored import anchor_of
 
 from deltawire.errors import CorruptError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import (
     Relay,
     Subscriber,
@@ -34,7 +34,7 @@ def small_tables(monkeypatch):
 
 @pytest.fixture
 def bucket():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=4, compaction_strides=(2, 4), blob_bytes=200)
     for version in range(NEWEST + 1):
         publisher.publish(weights(version))
@@ -101,7 +101,7 @@ def test_a_newest_version_with_a_bad_table_is_not_there_yet_and_raises_an_alarm(
 ):
     """As one whose manifest cannot be read: a reader stays where it is, and says why."""
     monkeypatch.setattr(version_poller, "LONGEST_RECHECK_S", 0.1)
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publisher = start_publisher(bucket, anchor_every=100, compaction_strides=(), blob_bytes=200)
     for version in range(6):
         publisher.publish(weights(version))
@@ -144,7 +144,7 @@ def test_retention_keeps_the_tables_of_what_stays(bucket):
 
 
 def test_a_region_gets_the_tables(bucket):
-    destination = open_bucket("memory://")
+    destination = open_bare_bucket("memory://")
     relay = Relay(bucket, destination, start=0)
     relay.advance()
     relay.close()

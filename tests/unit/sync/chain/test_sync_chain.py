@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import open_bare_bucket, retrying
 from deltawire.sync import (
     create_run,
     find_run,
@@ -29,7 +29,7 @@ from deltawire.wire.seal import seal
 
 @pytest.fixture
 def bucket():
-    return FaultyBucket(open_bucket("memory://"))
+    return FaultyBucket(open_bare_bucket("memory://"))
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_the_same_tensors_in_another_order_are_another_model(bucket):
 
 
 def test_another_creates_the_run_in_between(bucket):
-    ours = start_run(open_bucket("memory://"))
+    ours = start_run(open_bare_bucket("memory://"))
     theirs = msgspec.structs.replace(ours, created_at=9.0)
 
     def race(verb, key):
@@ -142,7 +142,7 @@ def test_newest_version_is_that_of_a_manifest(bucket):
 )
 def test_a_run_that_no_reader_could_read_is_refused(bucket, changes, what):
     """run.json is never written again: the bucket would be lost."""
-    run = msgspec.structs.replace(start_run(open_bucket("memory://")), **changes)
+    run = msgspec.structs.replace(start_run(open_bare_bucket("memory://")), **changes)
     with pytest.raises(InputError, match=what):
         create_run(bucket, run)
     assert bucket.list("") == []
@@ -214,7 +214,7 @@ def test_blobs_are_verified(bucket):
 
 
 def test_a_run_that_is_required_is_read_or_its_absence_is_an_error():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     with pytest.raises(InputError, match="there is no run here") as caught:
         read_run(bucket)
     assert caught.value.key == keys.RUN

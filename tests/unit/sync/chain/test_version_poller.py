@@ -3,7 +3,7 @@
 import pytest
 
 from deltawire.errors import CorruptError, ResyncError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import open_bare_bucket, retrying
 from deltawire.sync import load_mirror
 from deltawire.sync.chain.version_poller import (
     JITTER,
@@ -41,7 +41,7 @@ def fill(bucket, last, *, anchor_every=3):
 
 @pytest.fixture
 def bucket():
-    return FaultyBucket(open_bucket("memory://"))
+    return FaultyBucket(open_bare_bucket("memory://"))
 
 
 def test_an_idle_poll_is_one_request_and_a_listing_now_and_then(bucket):
@@ -153,7 +153,7 @@ def test_a_version_that_was_lost_under_an_idle_reader_is_an_alarm(bucket):
     poller, key = VersionPoller(bucket, run), keys.manifest(3)
     poll_until_it_raises(poller, 3)
     assert poller.alarm is None
-    whole, rival = bucket.inner.get(key, limit=1 << 20), open_bucket("memory://")
+    whole, rival = bucket.inner.get(key, limit=1 << 20), open_bare_bucket("memory://")
     rival.put(keys.RUN, bucket.inner.get(keys.RUN, limit=1 << 20))
     fill(rival, 3)
     for data, alarm in (

@@ -18,7 +18,7 @@ import pytest
 from blake3 import blake3
 
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.sync import Subscriber, load_mirror
 from deltawire.sync.chain.objects import read_manifest
@@ -65,7 +65,7 @@ def shared(tmp_path, monkeypatch):
 @pytest.fixture
 def published():
     """A bucket with version 0 of a run whose deltas have several blobs, the run, its publisher."""
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     run = tiny.start_run(inner)
     with closing(tiny.start_publisher(inner, blob_bytes=64)) as publisher:
         publish(publisher, 0)
@@ -92,7 +92,7 @@ def holds(mirror, version):
 def one_blob(size=1000):
     data = np.random.default_rng(0).bytes(size)
     ref = BlobRef(blake3(data).hexdigest(), size)
-    bucket = Remote(open_bucket("memory://"))
+    bucket = Remote(open_bare_bucket("memory://"))
     bucket.put(keys.blob(ref.hash), data)
     return bucket, ref, data
 
@@ -124,7 +124,7 @@ def test_without_a_folder_each_reader_fetches_its_own(published, monkeypatch):
 
 
 def test_a_folder_on_this_host_needs_no_cache(shared, tmp_path):
-    bucket = open_bucket(tmp_path / "run", create=True)
+    bucket = open_bare_bucket(tmp_path / "run", create=True)
     assert configured_cache(bucket) is None
     assert not shared.exists()
 
@@ -359,7 +359,7 @@ def test_without_space_readers_fetch_for_themselves(shared):
 
 
 def test_the_oldest_blobs_are_deleted_and_large_versions_are_not_kept(shared):
-    bucket = Remote(open_bucket("memory://"))
+    bucket = Remote(open_bare_bucket("memory://"))
     cache = BlobCache(bucket, shared, limit_bytes=2500)
     refs = []
     for number in range(5):
@@ -421,11 +421,11 @@ def test_a_file_of_another_kind_in_its_place_is_not_followed(shared, tmp_path):
 def test_a_limit_that_is_no_size_is_refused(shared, monkeypatch, stated):
     monkeypatch.setenv(blob_cache.GIGABYTES, stated)
     with pytest.raises(InputError, match=blob_cache.GIGABYTES):
-        configured_cache(Remote(open_bucket("memory://")))
+        configured_cache(Remote(open_bare_bucket("memory://")))
 
 
 def test_a_folder_that_cannot_be_trusted_is_refused(tmp_path, monkeypatch):
-    bucket = Remote(open_bucket("memory://"))
+    bucket = Remote(open_bare_bucket("memory://"))
     monkeypatch.setenv(blob_cache.FOLDER, "cache")
     with pytest.raises(InputError, match="absolute"):
         configured_cache(bucket)

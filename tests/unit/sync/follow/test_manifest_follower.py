@@ -3,7 +3,7 @@
 import pytest
 
 from deltawire.errors import RetryError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import RetryingBucket, open_bare_bucket, retrying
 from deltawire.sync import Follower, ManifestFollower
 from deltawire.testing.faulty import FaultyBucket
 from deltawire.testing.tiny import start_publisher, weights
@@ -17,7 +17,7 @@ def _no_pauses(monkeypatch):
 
 @pytest.fixture
 def world():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket.inner, anchor_every=100)
     yield bucket, publisher
     publisher.close()
@@ -40,7 +40,7 @@ def step(manifests):
 
 def test_nothing_then_each_then_the_newest(world):
     bucket, publisher = world
-    manifests = ManifestFollower(bucket, publisher.run)
+    manifests = ManifestFollower(RetryingBucket(bucket), publisher.run)
     assert step(manifests) is None
     publish(publisher, 0)
     assert manifests.prepare().digest == publisher.digest
@@ -56,7 +56,7 @@ def test_nothing_then_each_then_the_newest(world):
 
 def test_a_lost_version_is_avoided(world):
     bucket, publisher = world
-    manifests = ManifestFollower(bucket, publisher.run)
+    manifests = ManifestFollower(RetryingBucket(bucket), publisher.run)
     publish(publisher, 0, 1, 2, 3)
     bucket.inner.delete(keys.manifest(0))
     assert step(manifests) == 3
@@ -68,7 +68,7 @@ def test_a_lost_version_is_avoided(world):
 
 def test_damage_is_avoided_or_reported(world):
     bucket, publisher = world
-    manifests = ManifestFollower(bucket, publisher.run)
+    manifests = ManifestFollower(RetryingBucket(bucket), publisher.run)
     publish(publisher, 0, 1, 2)
     for version in (1, 2):
         bucket.inner.put(keys.manifest(version), b"{}")
@@ -88,7 +88,7 @@ def test_damage_is_avoided_or_reported(world):
 def test_a_follower_takes_it_in_place_of_a_subscriber(world):
     bucket, publisher = world
     publish(publisher, 0)
-    manifests = ManifestFollower(bucket, publisher.run)
+    manifests = ManifestFollower(RetryingBucket(bucket), publisher.run)
     follower = Follower(manifests)
     follower.start()
     try:
@@ -105,7 +105,7 @@ def test_a_follower_takes_it_in_place_of_a_subscriber(world):
 def test_a_store_that_does_not_answer_is_reported(world):
     bucket, publisher = world
     publish(publisher, 0)
-    manifests = ManifestFollower(bucket, publisher.run)
+    manifests = ManifestFollower(RetryingBucket(bucket), publisher.run)
     bucket.fail("get", times=retrying.RETRIES + 1)
     with pytest.raises(RetryError):
         manifests.prepare()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deltawire import codec
 from deltawire.errors import CorruptError, InputError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import Subscriber, load_mirror, read_manifest
 from deltawire.sync.follow.mirror import empty_mirror, rows_of, select
 from deltawire.sync.follow.mirror_file import FileMirror, open_mirror
@@ -24,7 +24,7 @@ LAST = 7
 
 @pytest.fixture(scope="module")
 def bucket():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=3, blob_bytes=120)
     for version in range(LAST + 1):
         publisher.publish(weights(version))
@@ -167,10 +167,10 @@ def test_two_writers_are_refused(run, tmp_path):
 
 KILLED = """
 import sys
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import Subscriber, load_mirror, find_run, read_run
 from deltawire.sync.follow.mirror_file import open_mirror
-bucket = open_bucket(sys.argv[1])
+bucket = open_bare_bucket(sys.argv[1])
 run = read_run(bucket)
 mirror = open_mirror(sys.argv[2], run)
 load_mirror(bucket, run, at=1, into=mirror)
@@ -185,7 +185,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 def test_killed_in_the_middle_of_a_step(tmp_path):
-    bucket = open_bucket(str(tmp_path / "b"), create=True)
+    bucket = open_bare_bucket(str(tmp_path / "b"), create=True)
     publisher = start_publisher(bucket)
     for version in range(3):
         publisher.publish(weights(version))

@@ -9,7 +9,7 @@ import blake3
 import pytest
 
 from deltawire.errors import RetryError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.sync import Subscriber, load_mirror
 from deltawire.sync.follow.read_ahead import ReadAhead
@@ -45,7 +45,7 @@ class RemoteBucket(DelegatingBucket):
 
 
 def test_a_lagging_reader_catches_up_in_few_round_trips():
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     run = tiny.start_run(inner)
     publisher = tiny.start_publisher(inner)
     for version in range(2):
@@ -70,7 +70,7 @@ def test_a_lagging_reader_catches_up_in_few_round_trips():
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
 def test_a_request_that_failed_is_repeated_when_the_blob_is_needed(failing):
-    bucket = RemoteBucket(open_bucket("memory://"))
+    bucket = RemoteBucket(open_bare_bucket("memory://"))
     blobs = [b"a" * 10, b"b" * 20, b"c" * 30]
     refs = [BlobRef(hash=blake3.blake3(data).hexdigest(), bytes=len(data)) for data in blobs]
     for ref, data in zip(refs, blobs, strict=True):

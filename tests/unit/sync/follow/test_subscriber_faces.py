@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from deltawire.errors import BugError, CorruptError, ResyncError, RetryError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import open_bare_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, open_mirror
 from deltawire.sync.follow.mirror import empty_mirror
 from deltawire.testing.faulty import FaultyBucket
@@ -23,7 +23,7 @@ def _short_pauses(monkeypatch):
 
 @pytest.fixture
 def world():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=0)
     publisher.publish(weights(0))
     publisher.flush()
@@ -150,7 +150,7 @@ def test_a_mirror_that_holds_nothing_is_filled_first(world, tmp_path):
 
 
 def test_nothing_is_published_yet():
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     subscriber = Subscriber(bucket, start_run(bucket), empty_mirror(start_run(bucket)))
     assert not subscriber.advance()
     with pytest.raises(RetryError, match="was not committed"):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from deltawire.errors import BugError, CorruptError, ResyncError, RetryError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import RetryingBucket, open_bare_bucket, retrying
 from deltawire.sync import Follower, Subscriber, load_mirror
 from deltawire.sync.follow import follower as follower_module
 from deltawire.testing.faulty import FaultyBucket
@@ -22,7 +22,7 @@ def _short_pauses(monkeypatch):
 @pytest.fixture
 def world():
     """A bucket with version 0, its publisher, and a maker of followers that are closed again."""
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket.inner, anchor_every=100)
     publisher.publish(weights(0))
     publisher.flush()
@@ -30,7 +30,7 @@ def world():
 
     def follow(**kwargs):
         subscriber = Subscriber(
-            bucket, publisher.run, load_mirror(bucket.inner, publisher.run, at=0)
+            RetryingBucket(bucket), publisher.run, load_mirror(bucket.inner, publisher.run, at=0)
         )
         follower = Follower(subscriber, **kwargs)
         followers.append(follower)
@@ -206,7 +206,7 @@ def test_what_staging_fails_with_is_raised_and_nothing_handed_out(world, error, 
 
 
 def test_close_before_start():
-    follower = Follower(Subscriber(open_bucket("memory://"), None, None))
+    follower = Follower(Subscriber(open_bare_bucket("memory://"), None, None))
     follower.close()
     assert follower.poll() is None
 

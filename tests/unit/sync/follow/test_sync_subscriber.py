@@ -7,7 +7,7 @@ from anchored import anchor_of
 
 from deltawire import codec
 from deltawire.errors import CorruptError, ResyncError, RetryError
-from deltawire.store import DelegatingBucket, open_bucket, retrying
+from deltawire.store import DelegatingBucket, RetryingBucket, open_bare_bucket, retrying
 from deltawire.sync import Subscriber, load_mirror, read_manifest
 from deltawire.sync.chain.objects import put_blob
 from deltawire.sync.chain.payloads import read_blobs
@@ -33,7 +33,7 @@ def _no_pauses(monkeypatch):
 
 @pytest.fixture
 def bucket():
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=3)
     for version in range(NEWEST + 1):
         publisher.publish(weights(version))
@@ -64,7 +64,10 @@ def rewrite(bucket, run, version, **changes):
 
 def subscriber_at(bucket, run, version, **options):
     return Subscriber(
-        bucket, run, load_mirror(bucket.inner, run, at=version), **{"stepwise": True, **options}
+        RetryingBucket(bucket),
+        run,
+        load_mirror(bucket.inner, run, at=version),
+        **{"stepwise": True, **options},
     )
 
 
@@ -338,7 +341,7 @@ def test_pieces_in_blobs_of_any_order():
     """Builds what this publisher does not write yet but the format allows: ranks that write
     apart.
     """
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     specs = [TensorSpec("a", (10,), "BF16"), TensorSpec("b", (6,), "F32")]
     rng = np.random.default_rng(5)
     old = {"a": rng.integers(0, 9, 10).astype("u2"), "b": rng.integers(0, 9, 6).astype("u4")}
@@ -423,7 +426,7 @@ def test_around_a_damaged_delta_to_the_version_asked_for(bucket, run):
 
 def test_a_mirror_is_compared_with_its_versions_manifest_before_it_is_used(bucket, run):
     """One of another line of the run, at the right number: other bits, honestly digested."""
-    other = open_bucket("memory://")
+    other = open_bare_bucket("memory://")
     publisher = start_publisher(other, seed=5)
     for version in range(NEWEST + 1):
         publisher.publish(weights(version, seed=5))

@@ -3,7 +3,7 @@
 import pytest
 
 from deltawire.errors import RetryError, ThrottledError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.store.bucket import Bucket
 from deltawire.store.request_limit import limit_of, note_refusal
 from deltawire.sync import Subscriber, load_mirror
@@ -20,7 +20,7 @@ class Refused:
     """Steps whose store refuses a few times, and then gives nothing."""
 
     def __init__(self, error, times):
-        self.bucket = open_bucket("memory://")
+        self.bucket = open_bare_bucket("memory://")
         self.pause_s = 0.001
         self.alarm = None
         self.error, self.left = error, times
@@ -48,7 +48,7 @@ def test_a_follower_waits_refusals_out(monkeypatch, error, waited_out):
 @pytest.mark.parametrize("late", [True, False])
 def test_a_reader_that_is_late_looks_for_the_newest_version(monkeypatch, late):
     monkeypatch.setattr(subscriber_module, "LATE_S", -1.0 if late else 1e9)
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket, anchor_every=100)
     for version in range(3):
         publisher.publish(weights(version), wait=True)
@@ -66,7 +66,7 @@ def test_a_reader_that_is_late_looks_for_the_newest_version(monkeypatch, late):
 
 
 def test_a_following_loop_waits_refusals_out(monkeypatch):
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = start_publisher(bucket)
     publisher.publish(weights(0), wait=True)
     subscriber = Subscriber(bucket, publisher.run, load_mirror(bucket, publisher.run))
@@ -85,7 +85,7 @@ def test_a_following_loop_waits_refusals_out(monkeypatch):
 
 
 def test_polls_take_a_share_of_what_a_store_that_refuses_allows():
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     bucket = Bucket(inner.store, "s3://polls-take-a-share/run", local=False)
     run = start_publisher(inner).run
     poller = VersionPoller(bucket, run, rng=lambda: 0.5)

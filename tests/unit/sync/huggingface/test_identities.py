@@ -5,7 +5,7 @@ import pytest
 from checkpoint_dirs import write_directory
 
 from deltawire.errors import CorruptError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.sync import open_publisher, prune
 from deltawire.sync.huggingface import identities
 from deltawire.sync.huggingface.identities import IdentityIndex
@@ -28,7 +28,7 @@ def _short_segments(monkeypatch):
 
 
 def filled(signer=None, versions=VERSIONS):
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     publisher = open_publisher(
         bucket, {"a": np.zeros(8, np.float32)}, compaction_strides=(), signer=signer, anchor_every=4
     )
@@ -132,7 +132,7 @@ def test_a_segment_of_other_versions_is_refused():
 
 
 def test_directories_are_recognized_through_the_index(tmp_path):
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     paths = [write_directory(tmp_path / f"step-{step}", step) for step in range(6)]
     with CheckpointPublisher(bucket) as publisher:
         for path in paths:

@@ -16,7 +16,7 @@ from checkpoint_dirs import SHAPES, contents, files_in, write_directory
 from key_meter import KeyMeter
 
 from deltawire.errors import CorruptError, InputError, RetryError
-from deltawire.store import Bucket, MeteredBucket, open_bucket
+from deltawire.store import Bucket, MeteredBucket, RetryingBucket, open_bare_bucket
 from deltawire.sync import (
     Checkout,
     CheckpointPublisher,
@@ -53,7 +53,7 @@ def pull(bucket: Bucket, path: Path, version: int) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_directories_come_out_byte_for_byte(tmp_path: Path, sharded: bool) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n, sharded=sharded) for n in range(4)]
     assert publish(bucket, *paths) == [(0, True), (1, True), (2, True), (3, True)]
     for version in (0, 1, 3, 2):  # forward, over two, and back
@@ -64,7 +64,7 @@ def test_directories_come_out_byte_for_byte(tmp_path: Path, sharded: bool) -> No
 
 def test_one_object_moves_back_and_forth(tmp_path: Path) -> None:
     """A version whose files were deleted meanwhile is built again, as a search asks for it."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(5)]
     publish(bucket, *paths)
     with Checkout(bucket, read_run(bucket), tmp_path / "out") as checkout:
@@ -74,7 +74,7 @@ def test_one_object_moves_back_and_forth(tmp_path: Path) -> None:
 
 
 def test_files_and_sharding_that_change_belong_to_their_version(tmp_path: Path) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     first = write_directory(tmp_path / "c-1", 1, config='{"a": 1}')
     second = write_directory(tmp_path / "c-2", 1, sharded=True, config='{"a": 2}')
     assert publish(bucket, first, second) == [(0, True), (1, True)]
@@ -90,7 +90,7 @@ def test_files_and_sharding_that_change_belong_to_their_version(tmp_path: Path) 
 
 
 def test_versions_are_recognized_by_content(tmp_path: Path) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
     again = write_directory(tmp_path / "c-3", 0)  # the trainer went back
     assert publish(bucket, *paths[:2]) == [(0, True), (1, True)]
@@ -106,7 +106,7 @@ def test_versions_are_recognized_by_content(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(2)]
     assert publish(bucket, *paths, dry_run=True) == [(0, False), (1, False)]
     assert bucket.list("") == []
@@ -144,7 +144,7 @@ def add_tensor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_model_is_one_clear_error(
     tmp_path: Path, damage: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publish(bucket, write_directory(tmp_path / "c-0", 0))
     with monkeypatch.context() as patch:
         damage(tmp_path / "c-1", patch)
@@ -173,7 +173,7 @@ def test_code_pickles_and_trainer_state_are_not_published(tmp_path: Path) -> Non
         (path / name).write_text("{}")
     (path / "global_step1").mkdir()
     assert sorted(read_checkpoint(path).left_out) == sorted([*odd, "global_step1"])
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publish(bucket, path)
     pull(bucket, tmp_path / "out", 0)
     assert sorted(files_in(tmp_path / "out")) == [
@@ -186,7 +186,7 @@ def test_code_pickles_and_trainer_state_are_not_published(tmp_path: Path) -> Non
 def test_weights_that_change_while_they_are_published_are_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     first, second = (write_directory(tmp_path / f"c-{n}", n) for n in range(2))
     with CheckpointPublisher(bucket) as series:
         series.publish(first)
@@ -207,7 +207,7 @@ def test_weights_that_change_while_they_are_published_are_not_committed(
 def test_files_taken_from_a_stalled_publisher_are_uploaded_again(
     tmp_path: Path,
 ) -> None:
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     first, second = (
         write_directory(tmp_path / f"c-{n}", n, config=f'{{"step": {n}}}') for n in range(2)
     )
@@ -230,7 +230,7 @@ def test_files_taken_from_a_stalled_publisher_are_uploaded_again(
 
 
 def test_readers_see_complete_versions_and_the_previous_one_stays(tmp_path: Path) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(6)]
     publish(bucket, *paths)
     whole = [files_in(path) for path in paths]
@@ -256,7 +256,7 @@ def test_readers_see_complete_versions_and_the_previous_one_stays(tmp_path: Path
 
 
 def test_only_deltas_are_fetched_once_a_version_is_there(tmp_path: Path) -> None:
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
     publish(inner, *paths, anchor_every=0)
     pull(inner, tmp_path / "out", 0)
@@ -274,7 +274,7 @@ def test_only_deltas_are_fetched_once_a_version_is_there(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("at", range(1, 12))
 def test_an_interrupted_pull_is_continued(tmp_path: Path, at: int) -> None:
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
     publish(inner, *paths, blob_bytes=512, chunk=64, anchor_every=0)
     bucket = FaultyBucket(inner)
@@ -300,7 +300,7 @@ def test_an_interrupted_pull_is_continued(tmp_path: Path, at: int) -> None:
 
 
 def test_a_changed_directory_is_not_used_as_a_base(tmp_path: Path) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(2)]
     publish(bucket, *paths)
     pull(bucket, tmp_path / "out", 0)
@@ -317,7 +317,7 @@ def test_a_full_disk_is_one_error_and_the_pull_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """Every write in turn meets a full disk after half of its bytes."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     first = write_directory(tmp_path / "1", 0, sharded=True)
     publish(bucket, first)
     writes = 0
@@ -351,7 +351,7 @@ def test_a_full_disk_is_one_error_and_the_pull_can_be_repeated(
 
 
 def test_existing_files_are_not_touched(tmp_path: Path) -> None:
-    bucket, other = open_bucket("memory://"), open_bucket("memory://")
+    bucket, other = open_bare_bucket("memory://"), open_bare_bucket("memory://")
     path = write_directory(tmp_path / "c", 0)
     publish(bucket, path)
     publish(other, path)
@@ -382,7 +382,7 @@ def test_a_run_without_directories_is_written_as_one_file(tmp_path: Path) -> Non
 
     shared = np.arange(12, dtype=np.float32).reshape(3, 4)
     tensors = {"b": shared, "lm_head": shared, "a": np.arange(5, dtype=np.int64)}
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     open_publisher(bucket, tensors).close()
     pull(bucket, tmp_path / "out", 0)
     found = safetensors_numpy.load_file(tmp_path / "out" / "model.safetensors")
@@ -435,7 +435,7 @@ def test_hostile_file_names_are_refused(tmp_path: Path, name: str) -> None:
     from deltawire.wire.run import ModelFile
 
     with pytest.raises(CorruptError, match="not a file that a run may carry"):
-        read_files(open_bucket("memory://"), [ModelFile(name, "0" * 64, 1)], version=0)
+        read_files(open_bare_bucket("memory://"), [ModelFile(name, "0" * 64, 1)], version=0)
 
 
 # --- watched folders -----------------------------------------------------------------------------
@@ -470,7 +470,7 @@ def test_a_watcher_yields_complete_directories_in_order(tmp_path: Path) -> None:
 
 
 def test_a_published_directory_can_be_loaded_as_a_mirror(tmp_path: Path) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publish(bucket, *(write_directory(tmp_path / f"c-{n}", n) for n in range(2)))
     run = read_run(bucket)
     mirror = load_mirror(bucket, run)
@@ -479,7 +479,7 @@ def test_a_published_directory_can_be_loaded_as_a_mirror(tmp_path: Path) -> None
 
 
 def test_a_readme_added_to_an_old_checkpoint_publishes_nothing(tmp_path: Path) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(3)]
     publish(bucket, *paths)
     (paths[0] / "README.md").write_text("old")
@@ -489,7 +489,7 @@ def test_a_readme_added_to_an_old_checkpoint_publishes_nothing(tmp_path: Path) -
 
 
 def test_pruned_versions_with_metadata_of_each_step_are_known(tmp_path: Path) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(6)]
     options: dict[str, Any] = {"anchor_every": 2, "retain": 2, "grace_s": 0.0}
     publish(bucket, *paths, **options)
@@ -508,7 +508,7 @@ def watch_once(bucket: Bucket, folder: Path) -> list[tuple[str, str]]:
 
 
 def test_a_link_to_the_latest_checkpoint_is_that_checkpoint(tmp_path: Path) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     for number in (1, 2, 3):
         write_directory(tmp_path / f"checkpoint-{number}", number)
     (tmp_path / "latest").symlink_to(tmp_path / "checkpoint-3")
@@ -521,7 +521,7 @@ def test_a_link_to_the_latest_checkpoint_is_that_checkpoint(tmp_path: Path) -> N
 
 def test_a_restarted_watcher_never_publishes_old_weights_as_newest(tmp_path: Path) -> None:
     """An older checkpoint that became complete late was left out before, and still is."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     for number in (1, 3):
         write_directory(tmp_path / f"checkpoint-{number}", number)
     watch_once(bucket, tmp_path)
@@ -562,9 +562,9 @@ def test_a_publish_after_a_lost_answer_reports_what_there_is(
     tmp_path: Path, committed: bool, other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltawire.store.retrying.FIRST_PAUSE_S", 0.0)
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(4)]
-    with CheckpointPublisher(bucket) as publisher:
+    with CheckpointPublisher(RetryingBucket(bucket)) as publisher:
         publisher.publish(paths[0])
         bucket.fail("create", "*/manifests/*", times=1 if committed else None, done=committed)
         bucket.fail("get", "*/manifests/*", times=None)
@@ -582,7 +582,7 @@ def test_a_publish_after_a_lost_answer_reports_what_there_is(
 
 
 def test_an_uncommitted_start_is_explained(tmp_path: Path) -> None:
-    bucket = FaultyBucket(open_bucket("memory://"))
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
     first, other = (write_directory(tmp_path / f"c-{n}", n) for n in range(2))
     bucket.fail("create", "*/manifests/*", times=None, error=disk_full)
     with pytest.raises(InputError, match="lack of space"):
@@ -598,7 +598,7 @@ def test_an_uncommitted_start_is_explained(tmp_path: Path) -> None:
 def test_a_pulled_directory_that_was_changed_is_noticed_and_built_again(
     tmp_path: Path, name: str, how: str
 ) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     path = write_directory(tmp_path / "c", 0)
     publish(bucket, path)
     run = read_run(bucket)
@@ -623,7 +623,7 @@ def test_tied_names_are_compared_too(tmp_path: Path) -> None:
     from deltawire.sync import open_publisher
 
     shared = np.arange(12, dtype=np.float32).reshape(3, 4)
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     open_publisher(bucket, {"b": shared, "lm_head": shared}).close()
     pull(bucket, tmp_path / "out", 0)
     weights = tmp_path / "out" / "model.safetensors"
@@ -640,7 +640,7 @@ def test_tied_names_are_compared_too(tmp_path: Path) -> None:
 def test_a_disk_too_small_is_known_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     path = write_directory(tmp_path / "c", 0)
     publish(bucket, path)
     real = shutil.disk_usage(tmp_path)
@@ -655,7 +655,7 @@ def test_a_disk_too_small_is_known_before_anything_is_written(
 def test_a_disk_that_fills_up_is_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publish(bucket, write_directory(tmp_path / "c", 0))
 
     def full(path: Path, data: bytes) -> None:
@@ -672,7 +672,7 @@ def test_a_disk_that_fills_up_is_given_back(
 
 def test_a_checkpoint_truncated_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     """Mapped into memory, it would end the process with a signal."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     first, second = (write_directory(tmp_path / f"c-{n}", n) for n in range(2))
 
     def cut(path: Path) -> None:
@@ -697,7 +697,7 @@ def test_odd_tensor_names_are_one_clear_error(tmp_path: Path) -> None:
         data = len(text).to_bytes(8, "little") + text + bytes(8)
         (path / "model.safetensors").write_bytes(data)
         with pytest.raises(InputError) as caught:
-            publish(open_bucket("memory://"), path)
+            publish(open_bare_bucket("memory://"), path)
         str(caught.value).encode()
 
 
@@ -721,12 +721,12 @@ def test_names_that_differ_in_case_only_are_refused_on_both_sides(tmp_path: Path
         read_checkpoint(path)
     twins = [ModelFile(name, "0" * 64, 1) for name in ("a.json", "A.json")]
     with pytest.raises(CorruptError, match="two files have the same name"):
-        read_files(open_bucket("memory://"), twins, version=0)
+        read_files(open_bare_bucket("memory://"), twins, version=0)
 
 
 def test_damaged_and_junk_manifests_do_not_stop_a_publisher(tmp_path: Path) -> None:
     """Neither a damaged newest version nor a key with a huge number stops it."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     paths = [write_directory(tmp_path / f"c-{n}", n) for n in range(4)]
     publish(bucket, *paths[:3])
     bucket.put(keys.manifest(2), b"junk")

@@ -15,7 +15,7 @@ from shard_ranks import RANKS, close, cut, publish_all, rank_publisher, shards
 from deltawire import codec
 from deltawire.config.machine import POLICY, machine_policy
 from deltawire.errors import InputError, RetryError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import RetryingBucket, open_bare_bucket, retrying
 from deltawire.sync import load_mirror, open_publisher, read_run
 from deltawire.sync.publish import offload
 from deltawire.sync.publish.lazy_tensor import LazyTensor
@@ -42,7 +42,7 @@ def _resident(request, monkeypatch):
 def publish_versions(folder):
     """Publishes versions with anchors, one in part, and some after a restart; returns all payload
     objects."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     start = weights(0)
     publisher = open_publisher(bucket, start, anchor_every=2, snapshot_dir=folder, **OPTIONS)
     publisher.publish(weights(1))
@@ -76,7 +76,7 @@ def test_ranks_publish_the_same_from_files(tmp_path):
     """Each rank's ranges begin and end inside chunks."""
     found = []
     for folder in (None, tmp_path):
-        bucket = open_bucket("memory://")
+        bucket = open_bare_bucket("memory://")
         publishers = [rank_publisher(bucket, rank) for rank in range(RANKS)]
         assert publish_all(publishers, 0) == [None] * RANKS
         digest = publishers[0].digest
@@ -120,7 +120,7 @@ class Counted(LazyTensor):
 
 def test_lazy_tensors_are_read_in_parts(tmp_path):
     lazy = Counted(10_000_000)
-    bucket = open_bucket(str(tmp_path / "run"), create=True)
+    bucket = open_bare_bucket(str(tmp_path / "run"), create=True)
     publisher = open_publisher(bucket, {"w": lazy}, specs=[lazy.spec], snapshot_dir=tmp_path)
     publisher.close()
     assert 0 < lazy.most <= 1 << 23
@@ -139,7 +139,7 @@ def refusal(bucket, folder, tensors=None, **options):
 
 
 def test_folders_that_cannot_hold_the_copies(tmp_path, monkeypatch):
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     assert "no folder" in refusal(bucket, tmp_path / "missing")
     (tmp_path / "file").write_text("")
     assert "no folder" in refusal(bucket, tmp_path / "file")
@@ -154,7 +154,7 @@ def test_folders_that_cannot_hold_the_copies(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fills_up_between_the_check_and_the_reservation(tmp_path, monkeypatch):
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     real = offload.reserve
 
     def full(file, size):
@@ -173,8 +173,8 @@ def test_a_disk_that_fills_up_between_the_check_and_the_reservation(tmp_path, mo
 
 
 def test_a_failed_version_is_published_again_from_files(tmp_path):
-    bucket = FaultyBucket(open_bucket("memory://"))
-    publisher = open_publisher(bucket, weights(0), snapshot_dir=tmp_path, **OPTIONS)
+    bucket = FaultyBucket(open_bare_bucket("memory://"))
+    publisher = open_publisher(RetryingBucket(bucket), weights(0), snapshot_dir=tmp_path, **OPTIONS)
     bucket.fail("put", "*/blobs/*", times=None)
     publisher.publish(weights(1, seed=9))
     with pytest.raises((RetryError, InputError)):

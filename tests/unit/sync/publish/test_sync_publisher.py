@@ -11,7 +11,7 @@ from anchored import anchor_of
 
 from deltawire import codec
 from deltawire.errors import FencedError, InputError, RetryError
-from deltawire.store import open_bucket, retrying
+from deltawire.store import open_bare_bucket, retrying
 from deltawire.sync import Publisher, create_run, load_mirror, open_publisher, read_manifest
 from deltawire.sync.chain.payloads import read_blobs
 from deltawire.sync.follow.mirror import empty_mirror
@@ -29,7 +29,7 @@ from deltawire.wire import keys
 
 @pytest.fixture
 def bucket():
-    return FaultyBucket(open_bucket("memory://"))
+    return FaultyBucket(open_bare_bucket("memory://"))
 
 
 @pytest.fixture(autouse=True)
@@ -257,7 +257,7 @@ def test_no_publish_touches_memory_for_the_first_time(there):
     def faults():
         return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     tensors = {"w": np.ones(1 << 22, np.uint32)}
     if there:
         open_publisher(bucket, tensors, compaction_strides=()).close()
@@ -472,7 +472,7 @@ def test_anchors_by_share_and_over_restarts(bucket):
 def test_tied_names_are_stored_once(bucket):
     run = start_run(bucket)
     tied = msgspec.structs.replace(run, id="f" * 32, aliases={"lm_head": "embed.weight"})
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     other = create_run(bucket, tied)
     blank = empty_mirror(other)
     publisher = Publisher(bucket, other, blank, epoch=0, compaction_strides=())
