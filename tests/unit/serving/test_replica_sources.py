@@ -275,6 +275,7 @@ def test_a_replica_with_an_upstreams_name_is_refused(bucket, tmp_path):
             for _ in range(3):
                 await follower.poll()
             assert len(replicas.members) == 2, "nothing is replaced"
+            assert name_of(urls[1]) in follower._fault, "and the operator is told"
             replicas._members.pop()
 
     asyncio.run(go())
