@@ -39,7 +39,7 @@ USERS = int(os.environ.get("DELTAWIRE_DRILL_USERS", "2000"))
 SECONDS = float(os.environ.get("DELTAWIRE_DRILL_SECONDS", "180"))
 TURNS = (1, 2, 3)
 AWAY_S = 20.0
-MOST_MEMORY = 400 << 20
+MOST_MEMORY = 256 << 20
 """Bytes that a gateway may hold in memory."""
 PER_MINUTE = 30
 """Reports of one user in a minute; the flood sends more."""
