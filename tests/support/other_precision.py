@@ -6,7 +6,7 @@ It stands for another engine: the same weights with other arithmetic.
 import msgspec
 from odd_workers import run_odd
 
-from deltawire.rl.rollout import worker
+from deltawire.runtime import process
 from deltawire.runtime.process import open_run
 
 
@@ -17,5 +17,5 @@ def other_run(*arguments, **named):
 
 
 if __name__ == "__main__":
-    worker.open_run = other_run
+    process.open_run = other_run
     run_odd()

@@ -93,6 +93,15 @@ class Process:
         other._stop = self._stop
         return other
 
+    def open_run(self) -> tuple[Run, RunConfig]:
+        """Waits for the run in the process's bucket, at most `RUN_PATIENCE_S`, and returns it with
+        its configuration, whose limits the heartbeat takes. Raises as the function `open_run`."""
+        found = open_run(
+            self.bucket, role=self.role, wait_s=RUN_PATIENCE_S, stopping=self.is_stopping
+        )
+        self.heartbeat.faults = found[1].faults
+        return found
+
     @property
     def lease(self) -> Lease:
         """The lease of the process's name."""

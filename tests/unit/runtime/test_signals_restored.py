@@ -16,6 +16,7 @@ from deltawire.rl.evaluate import evaluator
 from deltawire.rl.reference import process as reference
 from deltawire.rl.rollout import worker
 from deltawire.rl.trainer import entry, warm_start
+from deltawire.runtime import process as runtime_process
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.process import Process, StopAskedError
 from deltawire.store import open_bucket
@@ -148,7 +149,8 @@ def test_a_slow_start_ends_at_once(role, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     opening = "open_tasks" if role == "warm-start" else "open_run"
-    monkeypatch.setattr(module, opening, slow)
+    joins = role in ("worker", "evaluator", "reference")
+    monkeypatch.setattr(runtime_process if joins else module, opening, slow)
     process = Process(open_bucket("memory://"), "w0", role, supervised=False)
     asking = threading.Thread(target=ask)
     asking.start()

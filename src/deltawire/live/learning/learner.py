@@ -42,7 +42,7 @@ from deltawire.rl.rollout.group_numbers import next_sequence
 from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import Fleet
-from deltawire.runtime.process import RUN_PATIENCE_S, Process, open_run
+from deltawire.runtime.process import Process
 from deltawire.store import Bucket
 from deltawire.sync.chain.evidence import require_agreed
 from deltawire.wire import keys
@@ -405,11 +405,8 @@ class LearnerLoop:
 def run_learner(process: Process, *, report: Callable[[str], None]) -> None:
     """Runs a learner process from its start to the run's end or a signal."""
     process.record_life("started")
-    run, config = open_run(
-        process.bucket, role="worker", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
-    )
+    run, config = process.open_run()
     check_learnable(config, process.bucket.url)
-    process.heartbeat.faults = config.faults
     with process.heartbeat.long_task("start"):
         loop = LearnerLoop(process, run, config, report=report)
     report(f"joined run {config.name} as {process.name}")

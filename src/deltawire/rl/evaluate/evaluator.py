@@ -25,7 +25,7 @@ from deltawire.rl.rollout.policy_server import ServedPolicy, follow, serve_polic
 from deltawire.runtime.event_tail import events_of
 from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
-from deltawire.runtime.process import RUN_PATIENCE_S, Process, StopAskedError, open_run
+from deltawire.runtime.process import Process, StopAskedError
 from deltawire.sync.chain.first_version import first_version
 from deltawire.wire.run import Run
 
@@ -159,13 +159,7 @@ def run_evaluator(process: Process, estimator: OpenEstimator = no_estimator) -> 
     process.record_life("started")
     with suppress(StopAskedError), ExitStack() as stack:
         with process.interruptible(), process.heartbeat.long_task("start"):
-            run, config = open_run(
-                process.bucket,
-                role="evaluator",
-                wait_s=RUN_PATIENCE_S,
-                stopping=process.is_stopping,
-            )
-            process.heartbeat.faults = config.faults
+            run, config = process.open_run()
             if config.train.adapters:
                 names = [one.name for one in config.train.adapters]
                 waiting = {name: _open_line(process, name, stack) for name in names}
@@ -214,10 +208,7 @@ def _open_line(process: Process, name: str, stack: ExitStack) -> _HeldoutFollowe
     place = line_bucket(process.bucket, name, create=True)
     own = process.in_line(place)
     stack.enter_context(own.registered())
-    run, config = open_run(
-        place, role="evaluator", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
-    )
-    own.heartbeat.faults = config.faults
+    run, config = own.open_run()
     own.record_life("started")
     stack.callback(own.record_life, "stopped")
 

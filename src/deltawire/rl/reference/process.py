@@ -22,7 +22,7 @@ from deltawire.placement.device import resolve_device
 from deltawire.rl.control.rollout_reader import Bounds, read_group
 from deltawire.rl.reference.models import load_reference_model
 from deltawire.runtime.fleet import read_trainer
-from deltawire.runtime.process import RUN_PATIENCE_S, Process, StopAskedError, open_run
+from deltawire.runtime.process import Process, StopAskedError
 from deltawire.store.parallel import in_parallel
 from deltawire.sync import newest_version
 from deltawire.train.batch import collate
@@ -184,10 +184,7 @@ def run_reference(process: Process) -> None:
 
 def _open_scorer(process: Process) -> GroupScorer:
     """Waits for the run and its version 0, and loads the model."""
-    run, config = open_run(
-        process.bucket, role="reference", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
-    )
-    process.heartbeat.faults = config.faults
+    run, config = process.open_run()
     torch.set_num_threads(config.threads)
     while newest_version(process.bucket) is None:
         process.heartbeat.progress("wait")

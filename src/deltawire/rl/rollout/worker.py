@@ -41,7 +41,7 @@ from deltawire.rl.rollout.reuse import play_group
 from deltawire.rl.rollout.trainer_link import TrainerLink
 from deltawire.rl.rollout.uploader import Uploader
 from deltawire.runtime.lines import line_bucket
-from deltawire.runtime.process import RUN_PATIENCE_S, Process, StopAskedError, open_run
+from deltawire.runtime.process import Process, StopAskedError
 from deltawire.wire.run import Run
 from deltawire.wire.status import MAX_ALARM, TrainerStatus, WorkerPhase, WorkerStatus
 
@@ -278,10 +278,7 @@ def run_worker(process: Process, *, patience_s: float, report: Callable[[str], N
 def _run_worker(process: Process, *, patience_s: float, report: Callable[[str], None]) -> None:
     started = time.time()
     with process.interruptible():
-        run, config = open_run(
-            process.bucket, role="worker", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
-        )
-        process.heartbeat.faults = config.faults
+        run, config = process.open_run()
     if config.train.adapters:
         serve_lines(process, config, patience_s=patience_s, report=report)
         return
@@ -310,10 +307,7 @@ def serve_lines(
             own = process.in_line(place)
             stack.enter_context(own.registered())
             with process.interruptible(), process.heartbeat.long_task("start"):
-                run, line = open_run(
-                    place, role="worker", wait_s=RUN_PATIENCE_S, stopping=process.is_stopping
-                )
-                own.heartbeat.faults = line.faults
+                run, line = own.open_run()
                 own.record_life("started")
                 workers[one.name] = Worker(
                     own, run, line, report=partial(_report, report, one.name)
