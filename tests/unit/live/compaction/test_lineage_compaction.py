@@ -158,8 +158,8 @@ def test_lineages_that_move_while_they_are_read_are_read_nevertheless(reader, be
             put_lineage(bucket, one, group=False)
         put_checkpoint(bucket, 4, {"live": 12})
         if before:
-            merge_early(monkeypatch, fan_in=3)
-            compact_lineages(bucket)
+            merge_early(monkeypatch, fan_in=4)
+            assert compact_lineages(bucket) == 2
         merge_early(monkeypatch)
         watched = Compacted(bucket, at)
         if reader == "all":
@@ -211,6 +211,17 @@ def test_old_lineages_are_deleted_once_nothing_of_their_group_is_left(bucket):
     bucket.delete(keys.rollout("live", 3))
     assert one.expire(NOW + DAY_S + 100) == 1
     assert read_lineage(bucket, "live", 3) is None
+
+
+def test_only_lineages_of_that_age_are_deleted():
+    bucket = open_bucket("memory://")
+    for n in range(80):
+        put_lineage(bucket, lineage_of(n, users_of(n), at=NOW + 7200 * n), group=False)
+    put_checkpoint(bucket, 4, {"live": 64})
+    compact_lineages(bucket)
+    one = StreamCompactor(bucket, LineageRows(), "live")
+    assert one.expire(NOW + 7200 * 45) == 45
+    assert [found.sequence for found in read_lineages(bucket)] == list(range(45, 80))
 
 
 def test_lineages_stay_as_long_as_their_answers_may_be_chosen():
