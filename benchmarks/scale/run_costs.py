@@ -236,9 +236,10 @@ def _observe(
         server.throttle(latency_s=latency_s)
         began, clock = time.time(), time.monotonic()
         time.sleep(WINDOW_S)
-        while committed(server.attempts()) % cycle and time.monotonic() < clock + LONGEST_WINDOW_S:
-            time.sleep(0.2)
         attempts = server.attempts()
+        while committed(attempts) % cycle and time.monotonic() < clock + LONGEST_WINDOW_S:
+            time.sleep(0.2)
+            attempts = server.attempts()
         seconds = time.monotonic() - clock
     if why := ended():
         raise BugError(why)
@@ -250,6 +251,9 @@ def _observe(
             busy += (event.end - event.start) * (event.activity != "wait")
         if isinstance(event, Step) and began <= event.at < began + seconds:
             steps, groups = steps + 1, groups + event.groups
+    if committed(attempts) % cycle:
+        what = f"no whole cycle of {cycle} versions in {seconds:.0f} s"
+        raise BugError(f"{what}: is the machine busy?")
     if not steps:
         raise BugError(f"no version was made in {seconds:.0f} s: is the machine busy?")
     run = read_run(bucket)

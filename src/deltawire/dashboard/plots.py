@@ -7,6 +7,7 @@ drawing serves light and dark pages. The result refers to no other file.
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -258,7 +259,9 @@ def _keep_to_shares(axes: Any) -> None:
     low, high = axes.get_ylim()
     room = 0.05 * (high - low)
     axes.set_ylim(max(low, -room), min(high, 1 + room))
-    digits = 0 if high - low > 0.08 else 1  # Or several ticks of a narrow range would be alike.
+    low, high = axes.get_ylim()
+    # Several ticks of a narrow range would else be alike: at most nine are drawn.
+    digits = min(max(0, -math.floor(math.log10(100 * max(high - low, 1e-9) / 9))), 6)
     axes.yaxis.set_major_formatter(
         lambda value, _: f"{100 * value:.{digits}f} %" if -1e-9 < value < 1 + 1e-9 else ""
     )

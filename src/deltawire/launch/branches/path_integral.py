@@ -113,7 +113,8 @@ def integrate(
             )
     progress("gradients", len(versions), len(versions))
     held.clear()
-    allowed = MISSED * abs(values[-1] - values[0])
+    # Steps may cancel each other, so that the whole change is nothing.
+    allowed = MISSED * max(abs(one) for one in (values[-1] - values[0], *(s.change for s in steps)))
     for place, step in enumerate(steps):
         if abs(step.change - step.part) > allowed:
             by_layer[place] = _along_line(model, behavior, step, allowed)

@@ -44,7 +44,7 @@ def first_version(bucket: Bucket, run: Run) -> int:
         # has none either, so of another run at most two manifests are read.
         if manifest is not None and manifest.metadata:
             forked = FORK_RECORD in manifest.metadata
-            return _stated_origin(bucket, manifest) if forked else floor
+            return max(_stated_origin(bucket, manifest), floor) if forked else floor
     return floor
 
 

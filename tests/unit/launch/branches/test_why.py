@@ -83,21 +83,29 @@ def test_the_trapezoid_is_exact_for_squares(planted):
     assert step.part == pytest.approx(step.change, rel=1e-3)
 
 
-class FarVersions:
-    """A model of one weight, which is 0 in version 0, 2 in version 1 and 2.1 in version 2."""
+class ManyVersions:
+    """A model of one weight, which has another value in each version."""
 
-    def __init__(self):
+    def __init__(self, values):
         self.module = torch.nn.Linear(1, 1, bias=False)
+        self.values = values
 
     @torch.no_grad()
     def move_to(self, version):
-        self.module.weight.fill_((0.0, 2.0, 2.1)[version])
+        self.module.weight.fill_(self.values[version])
 
     def trained(self):
         return dict(self.module.named_parameters())
 
     def forget(self):
         self.module.weight.grad = None
+
+
+class FarVersions(ManyVersions):
+    """Version 1 is far from version 0, and version 2 near it."""
+
+    def __init__(self):
+        super().__init__((0.0, 2.0, 2.1))
 
 
 class FourthPower:
@@ -142,6 +150,23 @@ def test_a_jump_is_integrated_with_as_many_gradients_as_it_takes(steepness, most
     found = integrate(FarVersions(), behavior, [0, 1])
     assert abs(found.residual) < 0.01 * abs(found.change)
     assert behavior.measured <= 2 + most
+
+
+class ThereAndBack(FourthPower):
+    """A behavior that the last step undoes; each step is a small part of its way."""
+
+    def measure(self, module, *, gradient):
+        found = super().measure(module, gradient=gradient)
+        self.measured = getattr(self, "measured", 0) + 1
+        return found
+
+
+def test_steps_that_cancel_each_other_take_no_more_gradients():
+    behavior = ThereAndBack()
+    versions = ManyVersions((2.0, 2.01, 2.02, 2.01, 2.0))
+    found = integrate(versions, behavior, [*range(5)])
+    assert found.change == 0
+    assert behavior.measured == 5
 
 
 def test_a_change_that_no_line_shows_ends_after_the_most_gradients():
