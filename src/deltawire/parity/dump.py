@@ -121,11 +121,19 @@ class _Sums:
 
 
 @dataclass(frozen=True)
+class _Compared:
+    """The gaps of a row's tokens that count, and key, sentence and gaps of mistakes."""
+
+    gaps: Floats
+    shown: list[tuple[str, str, Floats]]
+
+
+@dataclass(frozen=True)
 class _Doubt:
     """A short row that its own claims do not fit, and what its mistake is if it is wrong."""
 
     number: int
-    gaps: Floats
+    compared: _Compared
     mistake: Mistake
 
 
@@ -142,6 +150,15 @@ class _Tally:
     unjudged: int = 0
     short: _Sums = field(default_factory=_Sums)
     doubts: list[_Doubt] = field(default_factory=list)
+
+    def add_sound(self, number: int, row: _Compared) -> None:
+        """Counts a row among the sound ones, with what mistakes would make of it."""
+        self.gaps.add(row.gaps)
+        self.fitting.append(number)
+        for key, text, theirs in row.shown:
+            if len(theirs) == len(row.gaps):
+                self.others.setdefault(key, _Sums()).add(row.gaps - theirs)
+                self.texts.setdefault(key, text)
 
 
 def examine(
@@ -236,20 +253,22 @@ def _settle(tally: _Tally) -> None:
     """Names the short rows that do not fit, or counts them among the sound ones."""
     if not tally.doubts:
         return
-    far = sum(one.gaps.mean() > _limit(len(one.gaps)) for one in tally.doubts)
+    doubted = [one.compared.gaps for one in tally.doubts]
+    far = sum(gaps.mean() > _limit(len(gaps)) for gaps in doubted)
     as_a_whole = tally.short.mean > _limit(tally.short.count)
     if as_a_whole or far > max(1, SHARE * tally.short.rows) or far == tally.short.rows:
         for one in tally.doubts:
             _name(tally, one.number, one.mistake)
         return
     for one in tally.doubts:
-        tally.gaps.add(one.gaps)
-        tally.fitting.append(one.number)
+        tally.add_sound(one.number, one.compared)
 
 
-def _scored(row: DumpRow, model: DumpModel, tally: _Tally) -> tuple[Mistake | None, Floats | None]:
-    """Compares one row with what the model gives; returns the first mistake that fits, and the gaps
-    if the row is too short to be judged by itself."""
+def _scored(
+    row: DumpRow, model: DumpModel, tally: _Tally
+) -> tuple[Mistake | None, _Compared | None]:
+    """Compares one row with what the model gives; returns the first mistake that fits, and the
+    comparison if the row is too short to be judged by itself."""
     if not row.mask.any():
         tally.unjudged += 1
         return None, None
@@ -268,17 +287,12 @@ def _scored(row: DumpRow, model: DumpModel, tally: _Tally) -> tuple[Mistake | No
     short = len(gaps) < SHORT
     if short:
         tally.short.add(gaps)
-    shown = _hypotheses(row, own, logits, stated)
+    compared = _Compared(gaps, _hypotheses(row, own, logits, stated))
     if _fits(gaps):
-        tally.gaps.add(gaps)
-        tally.fitting.append(row.number)
-        for key, text, theirs in shown:
-            if len(theirs) == len(gaps):
-                tally.others.setdefault(key, _Sums()).add(gaps - theirs)
-                tally.texts.setdefault(key, text)
+        tally.add_sound(row.number, compared)
         return None, None
-    doubted = gaps if short else None
-    for key, text, theirs in [*shown, *_masks(row, own), *_exchanged(row, model)]:
+    doubted = compared if short else None
+    for key, text, theirs in [*compared.shown, *_masks(row, own), *_exchanged(row, model)]:
         if len(theirs) and _fits(theirs) and theirs.mean() * BETTER < gaps.mean():
             return Mistake(key.split(" ")[0], text), doubted
     text = f"the mean gap is {gaps.mean():.2f} nats, and no mistake explains it"

@@ -380,6 +380,27 @@ def test_short_answers_are_judged_together(length):
     assert judged(zeros).wrong_rows == {"zero-filled": 5}
 
 
+def cut(row, length):
+    return row | {key: row[key][:length] for key in ("tokens", "logprobs", "mask")}
+
+
+def test_accepted_short_answers_hide_no_mistake_of_all_rows():
+    """A temperature of 0.9 leaves most rows within the tolerance: it is found in all together."""
+    rows = sampled(30, temperature=0.9, recorded=1.0)
+    honest = [cut(one, 1) for one in sampled(2, temperature=0.9, seed=4)]
+    honest[0]["logprobs"][0] -= 0.12
+    for added in ([], honest):
+        report = judged([*rows, *added])
+        assert report.wrong_rows == {"temperature": 30 + len(added)}, report
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mistake_of_all_short_answers_is_named(seed):
+    rows = sampled(20, temperature=0.9, recorded=1.0, seed=seed)
+    report = judged([cut(one, 12) for one in rows])
+    assert report.wrong_rows == {"temperature": 20}, report
+
+
 def test_few_tokens_are_no_evidence_of_another_temperature():
     model, drawn = table_model(), np.random.default_rng(3)
     for _ in range(30):
