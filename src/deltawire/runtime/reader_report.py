@@ -76,9 +76,9 @@ class ReaderReporter:
     """Reports one reader of ``bucket`` from a thread.
 
     ``places`` are the buckets that may hold the report, of which the first that can be written to
-    gets it; by default ``bucket``. ``state`` returns the version held and what keeps the reader
-    from a newer one, in place of `holds` and `waits`. ``folder`` is where the readers of a host
-    meet.
+    gets it; by default ``bucket``, and with an empty list nothing is reported. ``state`` returns
+    the version held and what keeps the reader from a newer one, in place of `holds` and `waits`.
+    ``folder`` is where the readers of a host meet.
 
     Example::
 
@@ -99,7 +99,8 @@ class ReaderReporter:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._bucket = bucket
-        self._places = [without_retries(one) for one in places or [bucket]]
+        places = [bucket] if places is None else places
+        self._places = [without_retries(one) for one in places]
         self._kind: Kind = kind
         self._name = name or f"{kind}-{os.getpid()}"
         self._host = _host()

@@ -245,6 +245,12 @@ def test_a_reader_that_may_not_write_goes_on_without_a_report(bucket, make):
     assert refused.puts == 1
 
 
+def test_no_place_is_not_the_default_place(bucket, make):
+    """A relay that must not report gives an empty list."""
+    assert not make("relay", places=[]).report()
+    assert bucket.list(keys.READERS) == []
+
+
 def test_a_relay_reports_to_its_destination_if_it_may_not_write_to_the_source(
     bucket, make, clock, tmp_path
 ):
