@@ -90,12 +90,12 @@ def read_dump(path: Path) -> Iterator[DumpRow]:
                 if not line.strip():
                     continue
                 number += 1
-                if len(line) > MAX_LINE_BYTES or number > MAX_ROWS:
-                    raise InputError(
-                        f"{path} has a line of more than {MAX_LINE_BYTES} bytes, or more than "
-                        f"{MAX_ROWS} lines"
-                    )
-                yield parse_row(line, number, f"{path}, line {lines}")
+                where = f"{path}, line {lines}"
+                if len(line) > MAX_LINE_BYTES:
+                    raise InputError(f"{where} has more than {MAX_LINE_BYTES} bytes")
+                if number > MAX_ROWS:
+                    raise InputError(f"{path} has more than {MAX_ROWS} rows")
+                yield parse_row(line, number, where)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     if not number:
@@ -127,7 +127,10 @@ def _members(line: bytes, where: str) -> dict[str, Any]:
                 found = None
             if isinstance(found, dict):
                 return found
-        raise InputError(f"{where} is no JSON object: is the file cut off?") from error
+        raise InputError(
+            f"{where} is no JSON object: is the file cut off?",
+            hint="each line is one sequence as a JSON object in UTF-8, not compressed",
+        ) from error
 
 
 def _row(members: dict[str, Any], name: str, one: DumpFormat, number: int, where: str) -> DumpRow:
@@ -185,7 +188,7 @@ def _temperature(given: Any, where: str) -> float | None:
         raise InputError(f"{where} has a temperature that is no number")
     if not 0 < given < 1000:
         raise InputError(
-            f"{where} has the temperature {given}",
+            f"{where} has the temperature {str(given)[:32]}",
             hint="leave it out for greedy answers whose log-probabilities are the model's own",
         )
     return float(given)
@@ -242,7 +245,7 @@ def _ids(name: str, values: Any, where: str) -> tuple[int, ...]:
         or len(values) > MAX_TOKENS
         or not all(type(one) is int and 0 <= one < 1 << 31 for one in values)
     ):
-        raise InputError(f"{where} has a {name} that is no list of token ids")
+        raise InputError(f"{where} has no list of at most {MAX_TOKENS} token ids as {name}")
     return tuple(values)
 
 
@@ -256,7 +259,7 @@ def _numbers(name: str, values: Any, where: str) -> NDArray[np.float64]:
         or len(values) > MAX_TOKENS
         or not all(isinstance(one, numbers) for one in values)
     ):
-        raise InputError(f"{where} has a {name} that is no list of numbers")
+        raise InputError(f"{where} has no list of at most {MAX_TOKENS} numbers as {name}")
     try:
         return np.array([math.nan if one is None else float(one) for one in values], np.float64)
     except OverflowError as error:  # JSON's integers have no limit.

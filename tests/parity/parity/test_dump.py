@@ -11,6 +11,7 @@ import pytest
 
 from deltawire.errors import InputError
 from deltawire.parity import dump as judging
+from deltawire.parity import dump_rows as rows_of
 from deltawire.parity.dump import CAUSES, DumpModel, examine
 from deltawire.parity.dump_rows import FORMATS, parse_row, read_dump
 
@@ -210,16 +211,16 @@ def test_every_format_is_read(name):
         ('{"tokens": [1.5], "logprobs": [0]}', "token ids"),
         ('{"tokens": [-1], "logprobs": [0]}', "token ids"),
         ('{"tokens": [true], "logprobs": [0]}', "token ids"),
-        ('{"tokens": [1], "logprobs": ["0"]}', "list of numbers"),
+        ('{"tokens": [1], "logprobs": ["0"]}', "no list of at most 1048576 numbers"),
         ('{"tokens": [1], "logprobs": [' + "9" * 400 + "]}", "too large"),
         ('{"prompt": [1], "tokens": [1], "logprobs": [0], "temperature": 0}', "temperature"),
         ('{"prompt": [1], "tokens": [1], "logprobs": [0], "temperature": NaN}', "temperature"),
         ('{"prompt": [1], "tokens": [1], "logprobs": [0], "temperature": "1"}', "no number"),
         ('{"prompt": [1], "tokens": [1], "logprobs": [0], "temperature": true}', "no number"),
         ('{"tokens": [1], "logprobs": [0]}', "has no prompt"),
-        ('{"prompt": "a", "tokens": [1], "logprobs": [0]}', "a prompt that is no list of token"),
-        ('{"tokens": [1], "logprobs": [[0, -1]]}', "a logprobs that is no list of numbers"),
-        ('{"tokens": [1], "logprobs": [[0], 0]}', "list of numbers"),
+        ('{"prompt": "a", "tokens": [1], "logprobs": [0]}', "token ids as prompt"),
+        ('{"tokens": [1], "logprobs": [[0, -1]]}', "numbers as logprobs"),
+        ('{"tokens": [1], "logprobs": [[0], 0]}', "no list of at most 1048576 numbers"),
         ('{"tokens": [1], "logprobs": [NaN', "cut off"),
         ('[NaN]', "no JSON object"),
         ('{"tokens": [1], "logprobs": [0], "prompt": [1], "temperature": [1, 2]}', "several"),
@@ -227,7 +228,10 @@ def test_every_format_is_read(name):
          "prompt_mask of another length"),
         ('{"token_ids": [1, 2], "logprobs": [0, 0], "mask": [0, 1], "temperatures": [1, 2]}',
          "several temperatures"),
+        (f'{{"prompt": [1], "tokens": [1], "logprobs": [0], "temperature": 1{"0" * 400}}}',
+         f"temperature 1{'0' * 31}; "),
         ("[" * 100_000, "cut off"),
+        ("\ufeff{}", "in UTF-8, not compressed"),
     ],
 )  # fmt: skip
 def test_a_damaged_row_is_refused_by_its_line(tmp_path, line, text):
@@ -237,6 +241,23 @@ def test_a_damaged_row_is_refused_by_its_line(tmp_path, line, text):
     with pytest.raises(InputError, match=text) as caught:
         list(read_dump(path))
     assert "line 3" in str(caught.value), "as an editor counts lines"
+
+
+def test_long_lines_and_many_rows_are_refused(tmp_path, monkeypatch):
+    path, line = tmp_path / "dump.jsonl", json.dumps(sampled(1)[0])
+    monkeypatch.setattr(rows_of, "MAX_LINE_BYTES", len(line) + 1)
+    monkeypatch.setattr(rows_of, "MAX_ROWS", 2)
+    path.write_text(f"{line}\n{line}\n")
+    assert len(list(read_dump(path))) == 2
+    path.write_text(f"{line}\n{line}  \n")
+    with pytest.raises(InputError, match=rf"line 2 has more than {len(line) + 1} bytes"):
+        list(read_dump(path))
+    path.write_text(f"{line}\n" * 3)
+    with pytest.raises(InputError, match="has more than 2 rows"):
+        list(read_dump(path))
+    monkeypatch.setattr(rows_of, "MAX_TOKENS", 10)
+    with pytest.raises(InputError, match="no list of at most 10 token ids as tokens"):
+        list(read_dump(path))
 
 
 def test_an_empty_and_a_missing_file_are_refused(tmp_path):
