@@ -17,6 +17,7 @@ from deltawire.live.erasure.forgetting import (
 from deltawire.rl.control.lineages import read_lineages, require_lineages
 from deltawire.store import DelegatingBucket, open_bucket
 from deltawire.wire import keys
+from deltawire.wire.compacted import CompactedIndex, CompactedName, encode_index
 from deltawire.wire.lineage import Forgotten, without_users
 from deltawire.wire.objects import decode_json
 
@@ -75,6 +76,18 @@ def compact(bucket, **options):
 def forgotten(bucket, run, user):
     """Erases a user; returns the versions that were trained on it."""
     return forget_user(bucket, run, user).versions
+
+
+def holds_in(bucket, key, user):
+    """Returns whether an object names a user."""
+    return user.encode() in bucket.get(key, limit=1 << 28)
+
+
+def holds(bucket, user):
+    """Returns whether a lineage, or an index of lineages, names a user."""
+    return any(
+        holds_in(bucket, key, user) for place in keys.LINEAGE_PLACES for key in bucket.list(place)
+    )
 
 
 def assert_whole(bucket, gone):
@@ -149,6 +162,55 @@ def test_a_compaction_at_any_request_of_an_erasure_leaves_nothing(after, before,
             break
         assert_whole(bucket, [BOB])
     assert at > 20, "an erasure has requests to meet at"
+
+
+@pytest.mark.parametrize("each", EACH)
+@pytest.mark.parametrize(
+    "before", [True, pytest.param(False, marks=DRILLS)], ids=["compacted", "meanwhile"]
+)
+@pytest.mark.parametrize(
+    "signed", [False, pytest.param(True, marks=DRILLS)], ids=["unsigned", "signed"]
+)
+def test_an_erasure_that_is_killed_anywhere_leaves_nothing_after_the_next(before, each, signed):
+    """No compaction comes in between. In a signed run the next one asks for the learner's key."""
+    left = 0
+    for at in itertools.count(1, each):
+        bucket, run = stored()
+        if before:
+            compact(bucket)
+        killed = Meeting(bucket, at, lambda: None, ends=0)
+        try:
+            forgotten(killed, run, BOB)
+        except KilledError:
+            pass
+        else:
+            break
+        if signed and holds(bucket, BOB):
+            left += 1
+            with pytest.raises(InputError, match="live"):
+                forget_user(bucket, run, BOB, learners={})
+        forget_user(bucket, run, BOB, learners={"live": bucket} if signed else None)
+        assert_whole(bucket, [BOB])
+    assert at > 20
+    assert left or not signed
+
+
+def test_an_index_that_lost_its_segment_does_not_keep_a_user():
+    """An erasure or an expiry was killed between the two deletes."""
+    bucket, run = stored()
+    compact(bucket)
+    (index,) = [key for key in bucket.list(keys.LIVE_INDEX) if holds_in(bucket, key, BOB)][:1]
+    forget_user(bucket, run, BOB)
+    assert_whole(bucket, [BOB])
+    place = CompactedName("lineage", "live", index.rsplit("/", 1)[-1])
+    facts = {"stream": "lineage", "owner": "live", "name": place.name, "users": [BOB]}
+    bucket.put(
+        place.index_key, encode_index(CompactedIndex(rows=1, oldest=NOW, newest=NOW, **facts))
+    )
+    with pytest.raises(InputError, match="live"):
+        forget_user(bucket, run, BOB, learners={})
+    forget_user(bucket, run, BOB)
+    assert_whole(bucket, [BOB])
 
 
 @pytest.mark.parametrize("each", EACH)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Container, Set
 
 from deltawire.live.compaction.storing import replace_compacted, void_pending
 from deltawire.live.compaction.stream_rows import StreamRows
@@ -14,7 +14,7 @@ from deltawire.runtime.compacted_segments import (
     require_index,
 )
 from deltawire.store import Bucket
-from deltawire.wire.compacted import CompactedName
+from deltawire.wire.compacted import CompactedName, Stream
 
 
 def erase_compacted(bucket: Bucket, rows_of: StreamRows, users: Set[str]) -> Counter[str]:
@@ -42,6 +42,35 @@ def erase_owner(bucket: Bucket, rows_of: StreamRows, owner: str, users: Set[str]
     for place in listing.names:
         if _may_hold(bucket, listing, place, users):
             found += _erase(bucket, rows_of, place, users)
+    return found
+
+
+def owners_to_erase(
+    bucket: Bucket,
+    stream: Stream,
+    users: Set[str],
+    *,
+    pending_of: Container[str] | None,
+    without: Container[str] = (),
+) -> set[str]:
+    """Returns the gateways or learners of whose compacted segments an index names one of ``users``,
+    and those of ``pending_of`` (None: all) with a segment that is announced and not stored. Indexes
+    of those in ``without`` are not read.
+
+    Their rows may show no user any more: a process that was killed may have deleted a segment and
+    not its index. Raises `UnreadableError` for an index that cannot be read.
+    """
+    found = set[str]()
+    for owner in compacted_owners(bucket, stream):
+        if owner in without:
+            continue
+        listing = list_compacted(bucket, stream, owner)
+        pending = listing.pending.keys() - listing.segments.keys()
+        indexes = (require_index(bucket, place) for place in listing.indexes)
+        if (pending and (pending_of is None or owner in pending_of)) or any(
+            one is not None and not users.isdisjoint(one.users) for one in indexes
+        ):
+            found.add(owner)
     return found
 
 

@@ -23,7 +23,7 @@ import msgspec
 from blake3 import blake3
 
 from deltawire.errors import InputError, RetryError
-from deltawire.live.compaction.erasing import erase_compacted, erase_owner
+from deltawire.live.compaction.erasing import erase_compacted, erase_owner, owners_to_erase
 from deltawire.live.compaction.lineage_rows import LineageRows
 from deltawire.live.compaction.stream_rows import ServedRows
 from deltawire.live.erasure.stored_rows import require_rows
@@ -93,15 +93,15 @@ def forget_pseudonyms(
     """
     before = {user: _known(bucket, keys.live_forgotten(user)) for user in users}
     mine = require_lineages(bucket, users=users, without=no_learners)
-    writers = _writers(bucket, mine, learners)
     records = [before[user] or Forgotten(run=run.id, user=user, at=time.time()) for user in users]
+    writers = _writers(bucket, mine, records, learners, without=no_learners)
     for record in records:
         if before[record.user] is None:
             bucket.put(keys.live_forgotten(record.user), encode_json(record))
     if None in before.values():
         # A learner that had not seen the record may have stored a group meanwhile.
         mine = require_lineages(bucket, users=users, without=no_learners)
-        writers = _writers(bucket, mine, learners)
+        writers = _writers(bucket, mine, records, learners, without=no_learners)
     places = {user: {(one.worker, one.sequence) for one in _of(mine, {user})} for user in users}
     emptied = {one.user: set(one.groups) - places[one.user] for one in records}
     records = [
@@ -187,10 +187,21 @@ def _name_versions(
 
 
 def _writers(
-    bucket: Bucket, lineages: Iterable[Lineage], learners: Mapping[str, Bucket] | None
+    bucket: Bucket,
+    lineages: Iterable[Lineage],
+    records: Sequence[Forgotten],
+    learners: Mapping[str, Bucket] | None,
+    *,
+    without: Collection[str],
 ) -> dict[str, Bucket]:
-    """Returns the bucket that may replace the objects of each learner in ``lineages``."""
-    names = sorted({one.worker for one in lineages})
+    """Returns the bucket that may replace the objects of each learner in ``lineages``, and of those
+    of whom an erasure or a compaction that was killed may have left more than the lineages show:
+    an index that still names a user, or an announcement."""
+    users = {one.user for one in records}
+    named = {worker for one in records for worker, _ in one.groups}
+    pending_of = None if learners is None else named
+    left = owners_to_erase(bucket, "lineage", users, pending_of=pending_of, without=without)
+    names = sorted({one.worker for one in lineages} | left)
     if learners is None:
         return dict.fromkeys(names, bucket)
     if missing := [name for name in names if name not in learners]:
