@@ -83,7 +83,7 @@ class ReadersAndWriters(RuleBasedStateMachine):
         self.start("trainer")
         self.start("w0")
 
-    @rule(kind=st.sampled_from(["trainer", "w0", "supervisor"]))
+    @rule(kind=st.sampled_from(["trainer", "w0", "evaluator"]))
     def start(self, kind):
         stream = f"{kind}-{len(self.writers)}"
 
