@@ -69,6 +69,7 @@ class BlackBox:
         self._versions: list[ScoredVersion] = []
         self._sequences: list[tuple[int, ...]] = []
         self._vocabulary = 0
+        self._cached: int | None = None
 
     @property
     def version(self) -> int | None:
@@ -85,7 +86,7 @@ class BlackBox:
             self._versions = []  # Two sets of versions need twice the memory.
             self._versions = [self._open(text, first=not at) for at, text in enumerate(names)]
             self._names = names
-        return check_endpoint(
+        report = check_endpoint(
             endpoint,
             self._versions,
             self._sequences,
@@ -93,7 +94,11 @@ class BlackBox:
             fresh=_fresh(self._vocabulary),
             vocabulary=self._vocabulary,
             error=options.error,
+            cached=self._cached,
         )
+        # The first look has asked for tokens after these. Later ones ask after no others.
+        self._cached = self._cached or report.sequences
+        return report
 
     def _resolved(self, text: str) -> str:
         """Returns a model's folder as it is, and a version of a run with its number."""

@@ -115,11 +115,6 @@ class TwoSided:
                 return sign
         return 0
 
-    @property
-    def leans(self) -> bool:
-        """Returns whether there is more evidence that the mean is above 0 than below."""
-        return self._tests[1].log_evidence > self._tests[-1].log_evidence
-
 
 def fit_payoff(gaps: Floats, noise: Floats) -> float:
     """Returns how far the mean gap exceeds `NOISE` times the noise, from -1 to 1."""
@@ -154,7 +149,7 @@ class EndpointTests:
         self._error = error / (2 * (len(pairs) + 2))
         self._fit, self._cache = TwoSided(), TwoSided()
         self._pairs = {pair: TwoSided() for pair in pairs}
-        self.sequences, self.tokens = 0, 0
+        self.sequences, self.tokens, self.drawn = 0, 0, 0
         self._gaps = np.zeros(len(names))
         self._noise = 0.0
 
@@ -171,6 +166,7 @@ class EndpointTests:
 
     def add_drawn(self, given: Floats, exact: Floats, noise: Floats) -> None:
         """Adds tokens that the endpoint drew after a prompt that it may have cached."""
+        self.drawn += 1
         self._cache.add(fit_payoff(np.abs(given - exact), noise))
 
     @property
@@ -209,11 +205,10 @@ class EndpointTests:
 
     @property
     def finished(self) -> bool:
-        """Returns whether further sequences cannot change what is reported of the weights, and
-        nothing speaks for a stale cache that is not certain yet."""
+        """Returns whether further sequences cannot change what is reported of the weights."""
         if self.weights == "different":
             return len(self.names) == 1 or self.fits is not None
-        return self.weights == "same" and not (self.cache_undecided and self._cache.leans)
+        return self.weights == "same"
 
     def report(self, endpoint: str, notes: Sequence[str] = ()) -> BlackBoxReport:
         """Returns what was decided so far."""
@@ -249,28 +244,25 @@ def check_endpoint(
     fresh: Iterator[int],
     vocabulary: int,
     error: float,
+    cached: int | None = None,
 ) -> BlackBoxReport:
     """Asks the endpoint about sequences until a decision is certain, and returns it.
 
     The first token of each teacher-forced sequence is replaced by one of ``fresh``, so that no
-    prefix cache answers. Tokens are drawn after the sequence as it is, which earlier looks may have
-    left in the cache. Raises `CorruptError` if these are not tokens of the ``vocabulary``, or more
-    than were asked for.
+    prefix cache answers. Tokens are drawn after the first ``cached`` sequences as they are, those
+    that earlier looks may have left in the cache; None if that is not known, for as many as the
+    weights take. While only the cache is undecided, more tokens are drawn after the same sequences:
+    answers after others would hide a stale cache. Raises `CorruptError` if these are not tokens of
+    the ``vocabulary``, or more than were asked for.
     """
     tests = EndpointTests([version.name for version in versions], error=error)
     reference = versions[0]
-    notes: list[str] = []
-    for number, sequence in enumerate(sequences):
-        if number % BATCH == 0 and tests.finished:
-            break
-        tokens = [next(fresh), *sequence[1:]]
-        exact = [version.exact(tokens) for version in versions]
-        noise = np.abs(reference.rounded(tokens) - exact[0])
-        tests.add(endpoint.forced(tokens), exact, noise)
-        drawn = None if notes else endpoint.drawn(sequence, DRAWN)
+
+    def drawn_after(sequence: Sequence[int]) -> bool:
+        """Adds drawn tokens; returns whether the endpoint says which they are."""
+        drawn = endpoint.drawn(sequence, DRAWN)
         if drawn is None:
-            notes = ["the endpoint does not say which tokens it draws: no cache was examined"]
-            continue
+            return False
         if len(drawn[0]) > DRAWN or not all(0 <= token < vocabulary for token in drawn[0]):
             raise CorruptError(
                 f"{name} was asked for {DRAWN} tokens below {vocabulary}, and gives others"
@@ -278,6 +270,23 @@ def check_endpoint(
         whole, at = [*sequence, *drawn[0]], len(sequence) - 1
         after = reference.exact(whole)[at:]
         tests.add_drawn(drawn[1], after, np.abs(reference.rounded(whole)[at:] - after))
-    if tests.cache_undecided and not notes:
+        return True
+
+    told = True
+    for number, sequence in enumerate(sequences):
+        if number % BATCH == 0 and tests.finished:
+            break
+        tokens = [next(fresh), *sequence[1:]]
+        exact = [version.exact(tokens) for version in versions]
+        tests.add(endpoint.forced(tokens), exact, np.abs(reference.rounded(tokens) - exact[0]))
+        if told and (cached is None or number < cached):
+            told = drawn_after(sequence)
+    again = tests.sequences if cached is None else min(cached, len(sequences))
+    while told and again and tests.cache_undecided and tests.drawn < len(sequences):
+        told = drawn_after(sequences[tests.drawn % again])
+    notes = []
+    if not told:
+        notes = ["the endpoint does not say which tokens it draws: no cache was examined"]
+    elif tests.cache_undecided:
         notes = ["whether the answers after cached prompts fit is not certain: look again"]
     return tests.report(name, notes)

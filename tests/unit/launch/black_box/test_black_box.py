@@ -11,6 +11,7 @@ from benchmarks.attest.cached_endpoint import VOCABULARY, CachedEndpoint, Recurr
 from deltawire.cli.main import main
 from deltawire.display import safe_json
 from deltawire.errors import CorruptError, InputError, RetryError
+from deltawire.launch.black_box import checking
 from deltawire.launch.black_box.endpoint import HttpEndpoint
 from deltawire.launch.black_box.judging import (
     EndpointTests,
@@ -23,16 +24,17 @@ from deltawire.launch.black_box.judging import (
 BASE = Recurrent(0)
 
 
-def looked(endpoint, versions, *, count=96, error=0.01, seed=0):
+def looked(endpoint, versions, *, count=96, error=0.01, seed=0, cached=None):
     rng = np.random.default_rng(seed)
     return check_endpoint(
         endpoint,
         [weights.version(name) for name, weights in versions.items()],
-        rng.integers(0, VOCABULARY, (count, 16)).tolist(),
+        rng.integers(0, VOCABULARY, (96, 16)).tolist()[:count],
         name="the endpoint",
         fresh=iter(rng.integers(0, VOCABULARY, count).tolist()),
         vocabulary=VOCABULARY,
         error=error,
+        cached=cached,
     )
 
 
@@ -73,19 +75,69 @@ def test_an_endpoint_that_does_not_say_its_tokens_says_so():
     assert "no cache was examined" in report.notes[0]
 
 
+class Counting(CachedEndpoint):
+    """Counts requests, and may stop to say its tokens after ``says`` of them."""
+
+    def __init__(self, *args, says=1000, **kind):
+        super().__init__(*args, **kind)
+        self.says, self.asked, self.forced_count = says, [], 0
+
+    def forced(self, tokens):
+        self.forced_count += 1
+        return super().forced(tokens)
+
+    def drawn(self, prompt, count):
+        self.asked.append(tuple(prompt))
+        return super().drawn(prompt, count) if len(self.asked) <= self.says else None
+
+
+SMALL = 0.012
+"""A step whose stale answers are off by about three times the noise."""
+
+
 @pytest.mark.parametrize("stale", [False, True])
-def test_a_look_goes_on_while_the_cache_may_be_stale(stale):
-    """The weights are the same for certain after eight sequences."""
-    tests = EndpointTests(["version 4"], error=0.01)
-    exact, noise = np.full(40, -2.0), np.full(40, 0.05)
-    drawn = np.full(16, -2.0 - (0.13 if stale else 0.05))
-    while not tests.finished:
-        assert tests.sequences < 96
-        tests.add(exact - 0.01, [exact], noise)
-        tests.add_drawn(drawn, exact[:16], noise[:16])
-    assert tests.weights == "same"
-    assert tests.stale_cache == stale
-    assert (tests.sequences > 30) == stale, "an honest endpoint is not asked for longer"
+@pytest.mark.parametrize("cached", [8, 24])
+def test_a_small_step_s_stale_cache_is_found_after_the_prompts_that_are_in_it(stale, cached):
+    for seed in range(3):
+        endpoint = Counting(BASE.stepped(1, SMALL), clears=not stale)
+        looked(endpoint, {"version 3": endpoint.weights}, count=cached, seed=seed)
+        endpoint.update(BASE)
+        prompts = set(endpoint._cache) if stale else set(endpoint.asked[:cached])
+        endpoint.asked, endpoint.forced_count = [], 0
+        report = looked(endpoint, {"version 4": BASE}, seed=seed, cached=cached)
+        assert report.cause == ("prefix cache" if stale else ""), report
+        assert report.notes == []
+        assert set(endpoint.asked) <= prompts
+        assert endpoint.forced_count <= 40, "the weights are decided by then"
+        assert len(endpoint.asked) <= (96 if stale else 40)
+
+
+def test_a_watch_remembers_after_which_prompts_its_first_look_drew(monkeypatch):
+    endpoint, given = CachedEndpoint(BASE, clears=True), []
+
+    def check(*_, cached, **__):
+        given.append(cached)
+        return looked(endpoint, {"version 4": BASE}, count=16 + 8 * len(given))
+
+    monkeypatch.setattr(checking, "check_endpoint", check)
+    monkeypatch.setattr(checking, "HttpEndpoint", lambda *_, **__: endpoint)
+    monkeypatch.setattr(checking.BlackBox, "_resolved", lambda _, text: text)
+    monkeypatch.setattr(checking.BlackBox, "_open", lambda *_, **__: None)
+    box = checking.BlackBox(checking.BlackBoxOptions(url="u", against="a"), None)
+    first = box.check()
+    box.check(), box.check()
+    assert given == [None, first.sequences, first.sequences]
+
+
+def test_an_endpoint_that_stops_to_say_its_tokens_is_not_asked_for_longer():
+    endpoint = Counting(BASE.stepped(1, 0.1), clears=False)
+    looked(endpoint, {"version 3": endpoint.weights}, count=24)
+    endpoint.update(BASE)
+    endpoint.asked, endpoint.forced_count, endpoint.says = [], 0, 3
+    report = looked(endpoint, {"version 4": BASE}, cached=24)
+    assert (report.verdict, len(endpoint.asked)) == ("same", 4)
+    assert endpoint.forced_count <= 40
+    assert "no cache was examined" in report.notes[0]
 
 
 def test_the_same_weights_say_if_the_cache_is_undecided():
@@ -97,8 +149,9 @@ def test_the_same_weights_say_if_the_cache_is_undecided():
             self.asked = getattr(self, "asked", 0) + 1
             return tokens, given - (self.asked % 2) * 0.5
 
-    report = looked(Divided(BASE, clears=True), {"version 4": BASE}, count=32)
-    assert (report.verdict, report.cause, report.sequences) == ("same", "", 32)
+    endpoint = Divided(BASE, clears=True)
+    report = looked(endpoint, {"version 4": BASE}, count=32)
+    assert (report.verdict, report.cause, endpoint.asked) == ("same", "", 32)
     assert "after cached prompts" in report.notes[0]
     assert looked(CachedEndpoint(BASE, clears=True), {"version 4": BASE}).notes == []
 
