@@ -59,7 +59,8 @@ def look(served, monkeypatch, capsys):
         command = ["attest", served.url, "--against", str(served.folders[against]), *more]
         assert main([*command, "--black-box", "--json"]) == code
         report = json.loads(capsys.readouterr().out)
-        assert requests["/v1/completions"] == 2 * report["sequences"]
+        # Tokens are drawn after a sequence again while the cache is undecided.
+        assert 2 * report["sequences"] <= requests["/v1/completions"] <= report["sequences"] + 96
         took = {"requests": sum(requests.values()), "seconds": round(time.monotonic() - began)}
         with capsys.disabled():
             sys.stdout.write(
