@@ -59,15 +59,16 @@ def list_compacted(bucket: Bucket, stream: Stream, owner: str) -> CompactedListi
 
 def compacted_owners(bucket: Bucket, stream: Stream) -> list[str]:
     """Returns the gateways with compacted segments of a stream, or with indexes or announcements of
-    them, by two listings of each."""
+    them, by two listings of each. Foreign names are left out."""
     bases = (keys.LIVE_COMPACTING, keys.LIVE_INDEX, keys.LIVE_COMPACTED)
     places = [f"{base}{stream}/" for base in bases]
-    return sorted({one for _ in range(2) for at in places for one in bucket.list_prefixes(at)})
+    found = {one for _ in range(2) for at in places for one in bucket.list_prefixes(at)}
+    return sorted(filter(keys.valid_name, found))
 
 
 def stored_owners(bucket: Bucket, stream: Stream) -> list[str]:
-    """Returns the gateways of which anything of a stream is stored."""
-    found = bucket.list_prefixes(f"{keys.LIVE}{stream}/")
+    """Returns the gateways of which anything of a stream is stored; foreign names are left out."""
+    found = filter(keys.valid_name, bucket.list_prefixes(f"{keys.LIVE}{stream}/"))
     return sorted({*found, *compacted_owners(bucket, stream)})
 
 

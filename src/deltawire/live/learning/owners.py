@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from deltawire.errors import CorruptError
-from deltawire.rl.control.lineages import decode_lineages, read_lineage
-from deltawire.runtime.compacted_segments import newer_than, read_compacted
+from deltawire.rl.control.lineages import Place, decode_lineages, read_lineage
+from deltawire.runtime.compacted_segments import compacted_owners, newer_than, read_compacted
 from deltawire.runtime.fleet import Fleet
 from deltawire.store import Bucket
 from deltawire.wire import keys
@@ -30,6 +31,9 @@ POLL_S = 3.0
 """Heartbeats are read so often."""
 HANDOVER_S = 15.0
 """More than a heartbeat's period, `POLL_S`, a turn of the learner and a slow request together."""
+STOOD_STILL_S = 3600.0
+"""After so long without a look, compacted lineages are looked at too: lineages of a day may be
+compacted, also the newest (`deltawire.live.compaction.compactor.SETTLED_S`)."""
 MOST_READ = 512
 _DIGITS = 16
 
@@ -88,7 +92,8 @@ class AnswerOwners:
 
 
 class OtherLineages:
-    """The lineages that other learners stored since the last poll.
+    """The lineages that other learners stored since the last poll. Each is yielded once: its
+    answers would count twice in a baseline otherwise. ``clock`` tells seconds since 1970.
 
     Example::
 
@@ -96,10 +101,15 @@ class OtherLineages:
             maker.claim(lineage)
     """
 
-    def __init__(self, bucket: Bucket, name: str) -> None:
+    def __init__(
+        self, bucket: Bucket, name: str, *, clock: Callable[[], float] = time.time
+    ) -> None:
         self._bucket = bucket
-        self._own = f"{keys.LIVE_LINEAGE}{name}/"
+        self._name = name
+        self._clock = clock
+        self._polled_at = clock()
         self._read: dict[str, str] = {}
+        self._seen: set[Place] = set()
         self._unread: set[str] = set()
         self._gaps: dict[str, int | None] = {}
         """By worker, the last lineage before some that may be compacted."""
@@ -107,33 +117,49 @@ class OtherLineages:
     def skip(self, lineage: Lineage) -> None:
         """Leaves out the lineages of a worker up to this one, which was read elsewhere."""
         key = keys.live_lineage(lineage.worker, lineage.sequence)
-        place = f"{keys.LIVE_LINEAGE}{lineage.worker}/"
-        self._read[place] = max(key, self._read.get(place, ""))
+        self._read[lineage.worker] = max(key, self._read.get(lineage.worker, ""))
+        self._seen.add((lineage.worker, lineage.sequence))
 
     def poll(self) -> Iterator[Lineage]:
         """Yields new lineages; raises `RetryError`. One that cannot be read is read again by later
         polls, and stops nobody: any writer could store it."""
-        places = [
-            f"{keys.LIVE_LINEAGE}{one}/" for one in self._bucket.list_prefixes(keys.LIVE_LINEAGE)
-        ]
-        for place in places:
-            if place != self._own:
-                last = self._read.get(place)
-                listed = list(self._bucket.list(place, after=last))
+        now = self._clock()
+        self._list()
+        # The clock of the machine, since a monotonic one may stand while the machine sleeps.
+        if not 0 <= now - self._polled_at <= STOOD_STILL_S:
+            for worker in compacted_owners(self._bucket, "lineage"):
+                if worker != self._name:
+                    self._note_gap(worker, self._read.get(worker))
+        self._polled_at = now
+        for lineage in itertools.chain(self._listed(), self._compacted()):
+            place = lineage.worker, lineage.sequence
+            if place not in self._seen:
+                self._seen.add(place)
+                yield lineage
+
+    def _list(self) -> None:
+        """Notes the keys that are new, and where some are missing."""
+        for worker in filter(keys.valid_name, self._bucket.list_prefixes(keys.LIVE_LINEAGE)):
+            if worker != self._name:
+                last = self._read.get(worker)
+                found = self._bucket.list(f"{keys.LIVE_LINEAGE}{worker}/", after=last)
+                # A foreign object would hide all numbers that sort before it.
+                listed = [key for key in found if keys.lineage_of(key) is not None]
                 if has_gap(listed, last):
-                    number = None if last is None else keys.trailing_number(last)
-                    self._gaps.setdefault(_worker_of(place), number)
+                    self._note_gap(worker, last)
                 self._unread.update(listed)
                 if listed:
-                    self._read[place] = listed[-1]
+                    self._read[worker] = listed[-1]
+
+    def _note_gap(self, worker: str, last: str | None) -> None:
+        self._gaps.setdefault(worker, None if last is None else keys.trailing_number(last))
+
+    def _listed(self) -> Iterator[Lineage]:
+        """Yields the lineages at the keys that were listed."""
         for key in sorted(self._unread):
-            sequence = keys.trailing_number(key)
+            place = keys.lineage_of(key)
             try:
-                found = (
-                    None
-                    if sequence is None
-                    else read_lineage(self._bucket, _worker_of(key), sequence)
-                )
+                found = None if place is None else read_lineage(self._bucket, *place)
             except CorruptError:
                 # It stays unread, and is read again at the next look. Until then its answers may be
                 # taken twice here; the trainer refuses the second group.
@@ -141,7 +167,6 @@ class OtherLineages:
             self._unread.discard(key)
             if found is not None:
                 yield found
-        yield from self._compacted()
 
     def _compacted(self) -> Iterator[Lineage]:
         """Yields lineages that were compacted before they were listed: this learner stood still."""
@@ -167,7 +192,3 @@ def has_gap(listed: Sequence[str], last: str | None) -> bool:
     found = [number for number in numbers if number is not None]
     begins = bool(found) and last is None and found[0] > 0
     return begins or any(after != before + 1 for before, after in itertools.pairwise(found))
-
-
-def _worker_of(key: str) -> str:
-    return key.removeprefix(keys.LIVE_LINEAGE).partition("/")[0]

@@ -90,7 +90,7 @@ class LiveRecords:
             for key in list(self._unread)
             if key.startswith((prefix, f"{keys.LIVE_COMPACTED}{stream}/"))
         )
-        gateways = set(self._bucket.list_prefixes(prefix))
+        gateways = set(filter(keys.valid_name, self._bucket.list_prefixes(prefix)))
         every = self._polls % COMPACTED_EVERY == 0
         if every:  # All segments of a gateway that has stopped may be compacted.
             gateways.update(compacted_owners(self._bucket, stream))

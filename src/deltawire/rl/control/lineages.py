@@ -110,8 +110,8 @@ def read_lineages(bucket: Bucket) -> list[Lineage]:
 def require_lineages(
     bucket: Bucket, *, users: Collection[str], without: Collection[str] = ()
 ) -> list[Lineage]:
-    """Reads all lineages that hold one of these ``users``, for a caller whom each one decides what
-    to delete. Of compacted ones the indexes tell which segments to read.
+    """Reads all lineages that hold one of these ``users``, for a caller that deletes by them. Of
+    compacted ones the indexes tell which segments to read.
 
     Those of the workers in ``without`` are not read. Raises `UnreadableError` for an object that
     cannot be read.
@@ -195,7 +195,11 @@ def _lineages_of(bucket: Bucket, key: str, data: bytes | None) -> list[Lineage]:
     if data is None:
         return []
     lineage = decode_json(data, Lineage, run=bucket.url, key=key)
-    return [lineage] if key == keys.live_lineage(lineage.worker, lineage.sequence) else []
+    place = keys.lineage_of(key)
+    # The key is checked first: no valid key can be made of an invalid name in the content.
+    if place is None or place != (lineage.worker, lineage.sequence):
+        return []
+    return [lineage] if key == keys.live_lineage(*place) else []
 
 
 def erased_groups(bucket: Bucket) -> set[Place]:

@@ -21,8 +21,9 @@ from deltawire.live.compaction.lineage_rows import LineageRows, settled_below
 from deltawire.live.compaction.maintenance import MaintenanceThread, learner_compactor
 from deltawire.live.erasure.exporting import export_user
 from deltawire.live.learning.owners import OtherLineages
+from deltawire.live.learning.records import LiveRecords
 from deltawire.rl.control.lineages import read_lineage, read_lineages, require_lineages
-from deltawire.runtime.compacted_segments import list_compacted
+from deltawire.runtime.compacted_segments import list_compacted, stored_owners
 from deltawire.runtime.trusted import ANY
 from deltawire.store import DelegatingBucket, open_bucket
 from deltawire.testing.faulty import FaultyBucket, flip_bit
@@ -180,8 +181,7 @@ def test_a_learner_that_stood_still_reads_what_was_compacted_meanwhile(bucket):
     for one in read_lineages(bucket)[:20]:
         others.skip(one)
     compact_lineages(bucket)
-    found = {one.sequence for one in others.poll()}
-    assert found >= set(range(20, 300))
+    assert sorted(one.sequence for one in others.poll()) == list(range(20, 300)), "each once"
     assert list(others.poll()) == []
     put_lineage(bucket, lineage_of(300, users_of(300)))
     assert [one.sequence for one in others.poll()] == [300]
@@ -192,9 +192,60 @@ def test_a_learner_reads_a_damaged_segment_again(bucket):
     faulty = FaultyBucket(bucket)
     faulty.damage(f"{keys.LIVE_COMPACTED}lineage/*", lambda data: flip_bit(data, 999), times=1)
     others = OtherLineages(faulty, "mine")
-    first = {one.sequence for one in others.poll()}
+    first = [one.sequence for one in others.poll()]
     assert len(first) < 300
-    assert first | {one.sequence for one in others.poll()} == set(range(300))
+    again = [one.sequence for one in others.poll()]
+    assert sorted(first + again) == list(range(300)), "each once"
+
+
+def test_a_learner_that_stood_still_for_days_reads_lineages_none_of_which_kept_a_key(bucket):
+    """Also those of a learner that it has not met, and after the clock was set back."""
+    for moved in (2 * DAY_S, -DAY_S):
+        now = [1e9]
+        others = OtherLineages(bucket, "mine", clock=lambda now=now: now[0])
+        for one in read_lineages(bucket)[:280]:
+            others.skip(one)
+        put_checkpoint(bucket, 5, {"live": 300, "new": 3})
+        for n in range(3):
+            put_lineage(bucket, lineage_of(n, users_of(n), worker="new"), group=False)
+        for worker in ("live", "new"):
+            compact_lineages(bucket, worker, clock=lambda: 1e12)
+        assert not bucket.list(keys.LIVE_LINEAGE)
+        now[0] += 60
+        assert list(others.poll()) == [], "a listing of keys is enough"
+        now[0] += moved
+        found = [(one.worker, one.sequence) for one in others.poll()]
+        wanted = [("live", n) for n in range(280, 300)] + [("new", n) for n in range(3)]
+        assert sorted(found) == wanted
+        assert list(others.poll()) == []
+
+
+FOREIGN = [
+    *(f"{base}lineage/{name}/x" for base in (keys.LIVE_COMPACTED, keys.LIVE_INDEX)
+      for name in ("a b", "@eaDir")),
+    f"{keys.LIVE_LINEAGE}a.b/0000000001", f"{keys.LIVE_LINEAGE}live/zz",
+    f"{keys.LIVE_COMPACTED}captures/a b/x",
+]  # fmt: skip
+
+
+def test_objects_under_foreign_names_stop_no_reader(bucket):
+    """Any writer may store one, and so does a network disk."""
+    compact_lineages(bucket)
+    others = OtherLineages(bucket, "mine")
+    lineage = bucket.get(keys.live_lineage("live", 299), limit=1 << 20)
+    for key in FOREIGN:
+        bucket.put(key, lineage)
+    odd = lineage.replace(b'"worker":"live"', b'"worker":"a b"')
+    bucket.put(keys.live_lineage("evil", 0), odd)
+    assert len(read_lineages(bucket)) == 300
+    assert len(require_lineages(bucket, users=[BOB])) == 6
+    assert len(list(others.poll())) == 300
+    put_lineage(bucket, lineage_of(300, users_of(300)))
+    assert [one.sequence for one in others.poll()] == [300]
+    LiveRecords(bucket).poll()
+    assert {*stored_owners(bucket, "lineage")} == {"live", "evil"}
+    for kind in ("captures", "feedback"):
+        assert stored_owners(bucket, kind) == []
 
 
 def test_old_lineages_are_deleted_once_nothing_of_their_group_is_left(bucket):
