@@ -331,12 +331,23 @@ class ClockedBucket(DelegatingBucket):
         bucket = ClockedBucket(open_bare_bucket("memory://"))
     """
 
-    created_at = 0.0
+    def __init__(self, inner: Bucket) -> None:
+        super().__init__(inner)
+        self._created_at = [0.0]
+
+    @property
+    def created_at(self) -> float:
+        """When the newest object was created, by the machine's monotonic clock; 0 before."""
+        return self._created_at[0]
+
+    def with_inner(self, inner: Bucket) -> ClockedBucket:
+        """As `DelegatingBucket.with_inner`; both note to one place."""
+        return self._moved(inner)
 
     def create(self, key: str, data: bytes) -> bool:
         """As `Bucket.create`."""
         made = super().create(key, data)
-        self.created_at = time.monotonic()
+        self._created_at[0] = time.monotonic()
         return made
 
 

@@ -66,6 +66,10 @@ class PolledBucket(DelegatingBucket):
         super().__init__(inner)
         self._seconds = seconds
 
+    def with_inner(self, inner: Bucket) -> PolledBucket:
+        """As `DelegatingBucket.with_inner`."""
+        return self._moved(inner)
+
     @property
     def poll_s(self) -> float:
         """As `Bucket.poll_s`."""

@@ -90,9 +90,9 @@ class Table:
 
     def read_by(self, ranges: Mapping[int, tuple[int, int]]) -> int:
         """Returns the bytes that a reader of ``ranges`` fetches before any blob."""
-        self._bucket.read_bytes = 0
+        before = self._bucket.read_bytes
         read_payload(self._bucket, self.run, self._manifest, self._ref, ranges)
-        return self._stated + self._bucket.read_bytes
+        return self._stated + self._bucket.read_bytes - before
 
 
 def _experts(specs: list[TensorSpec], owned: Iterable[str]) -> dict[int, tuple[int, int]]:

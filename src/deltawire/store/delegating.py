@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from copy import copy
+from typing import Literal, Self, TypeVar
 
+from deltawire.errors import BugError
 from deltawire.store.bucket import Bucket, ObjectMeta, require_bucket
 
 Verb = Literal["get", "range", "put", "create", "head", "list", "delete"]
@@ -17,7 +19,8 @@ class DelegatingBucket(Bucket):
     """Passes every operation on to ``inner``, each through `_call`.
 
     A subclass that treats all operations alike overrides `_call` only; one that looks at what an
-    operation moved overrides that operation.
+    operation moved overrides that operation. One that is put around a bucket of
+    `deltawire.store.open_bucket` overrides `with_inner` too.
 
     Example::
 
@@ -25,6 +28,9 @@ class DelegatingBucket(Bucket):
             def _call(self, verb, key, operation):
                 print(verb, key)
                 return operation()
+
+            def with_inner(self, inner):
+                return self._moved(inner)
     """
 
     def __init__(self, inner: Bucket) -> None:
@@ -33,9 +39,24 @@ class DelegatingBucket(Bucket):
         self.inner = inner
 
     def with_inner(self, inner: Bucket) -> Bucket:  # noqa: ARG002
-        """Returns this layer over another connection to the same bucket; itself if it belongs to
-        one connection, as a layer that counts does."""
-        return self
+        """Returns this layer over another connection to the same bucket, or over other retries.
+
+        Raises `BugError` if the class does not override this. Leaving out the layer, or what is to
+        change below it, would undo a layer that forbids, renames or records operations.
+        """
+        name = type(self).__name__
+        raise BugError(
+            f"the bucket class {name} has no with_inner, so the retries below it cannot change",
+            hint="define with_inner, usually as `return self._moved(inner)`; or put the layer "
+            "around open_bare_bucket(...), and RetryingBucket around the layer",
+        )
+
+    def _moved(self, inner: Bucket) -> Self:
+        """Returns a shallow copy over ``inner``: objects that this layer holds, such as counters
+        and locks, are shared, and plain numbers are not."""
+        other = copy(self)
+        other.store, other.inner = inner.store, inner
+        return other
 
     def _call(self, verb: Verb, key: str, operation: Callable[[], T]) -> T:  # noqa: ARG002
         """Runs one operation on ``inner`` and returns its result."""

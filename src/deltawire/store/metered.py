@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from deltawire.store.bucket import Bucket
 from deltawire.store.delegating import DelegatingBucket
 from deltawire.store.ranges import range_requests
+
+
+@dataclass
+class _ByteCounts:
+    read_bytes: int = 0
+    written_bytes: int = 0
 
 
 class MeteredBucket(DelegatingBucket):
@@ -25,10 +32,23 @@ class MeteredBucket(DelegatingBucket):
 
     def __init__(self, inner: Bucket, on_bytes: Callable[[int, int], None] | None = None) -> None:
         super().__init__(inner)
-        self.read_bytes = 0
-        self.written_bytes = 0
+        self._counted = _ByteCounts()
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
+
+    @property
+    def read_bytes(self) -> int:
+        """The bytes read so far."""
+        return self._counted.read_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """The bytes written so far."""
+        return self._counted.written_bytes
+
+    def with_inner(self, inner: Bucket) -> MeteredBucket:
+        """As `DelegatingBucket.with_inner`; both count together."""
+        return self._moved(inner)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         """As `Bucket.get`."""
@@ -58,7 +78,7 @@ class MeteredBucket(DelegatingBucket):
 
     def _count(self, *, read: int = 0, written: int = 0) -> None:
         with self._lock:
-            self.read_bytes += read
-            self.written_bytes += written
+            self._counted.read_bytes += read
+            self._counted.written_bytes += written
         if self._on_bytes is not None:
             self._on_bytes(read, written)

@@ -142,17 +142,6 @@ class RetryingBucket(DelegatingBucket):
             layer = layer.inner
         return cls(bucket)
 
-    @staticmethod
-    def beneath(bucket: Bucket) -> Bucket:
-        """Returns the bucket below every layer that repeats operations, for a caller that must know
-        of each attempt."""
-        found = layer = bucket
-        while isinstance(layer, DelegatingBucket):
-            if isinstance(layer, RetryingBucket):
-                found = layer.inner
-            layer = layer.inner
-        return found
-
     def with_inner(self, inner: Bucket) -> RetryingBucket:
         """As `DelegatingBucket.with_inner`, with the same policy."""
         return RetryingBucket(inner, self.policy)
@@ -187,23 +176,30 @@ class WriterBucket(DelegatingBucket):
 
 def without_retries(bucket: Bucket) -> Bucket:
     """Returns ``bucket`` with one attempt an operation, still signed: for callers that must not
-    wait, such as heartbeats, or that show an outage and ask again anyway.
+    wait, such as heartbeats, that must know of each attempt, as deletions do, or that show an
+    outage and ask again anyway. All other layers stay.
 
-    A layer that cannot be moved to another connection, such as one of a test, stays with what is
-    below it.
+    Raises `BugError` if a layer above the retries has no `DelegatingBucket.with_inner`.
     """
-    return _changed(bucket, lambda layer: layer.inner)
+    return _changed(bucket, lambda _, inner: inner)
 
 
 def with_policy(bucket: Bucket, policy: Callable[[RetryPolicy], RetryPolicy]) -> Bucket:
-    """Returns ``bucket`` with its retries by ``policy(its policy)``; one without retries stays."""
-    return _changed(bucket, lambda layer: RetryingBucket(layer, policy(layer.policy)))
+    """Returns ``bucket`` with its retries by ``policy(its policy)``; one without retries stays, and
+    so does one whose policy is the same afterwards. Raises as `without_retries` does."""
+
+    def change(layer: RetryingBucket, inner: Bucket) -> Bucket:
+        new = policy(layer.policy)
+        same = inner is layer.inner and new is layer.policy
+        return layer if same else RetryingBucket(inner, new)
+
+    return _changed(bucket, change)
 
 
-def _changed(bucket: Bucket, change: Callable[[RetryingBucket], Bucket]) -> Bucket:
+def _changed(bucket: Bucket, change: Callable[[RetryingBucket, Bucket], Bucket]) -> Bucket:
+    if not isinstance(bucket, DelegatingBucket):
+        return bucket
+    inner = _changed(bucket.inner, change)
     if isinstance(bucket, RetryingBucket):
-        return change(bucket)
-    if isinstance(bucket, DelegatingBucket):
-        inner = _changed(bucket.inner, change)
-        return bucket if inner is bucket.inner else bucket.with_inner(inner)
-    return bucket
+        return change(bucket, inner)
+    return bucket if inner is bucket.inner else bucket.with_inner(inner)

@@ -1,6 +1,6 @@
 """Wraps a bucket so that it fails on command.
 
-bucket = FaultyBucket(open_bucket("memory://"))
+bucket = FaultyBucket(open_bare_bucket("memory://"))
 bucket.fail(at=3)                                  # the third operation from now, not done
 bucket.fail(at=3, done=True)                       # done, but its answer is lost
 bucket.fail("create", "weights/blobs/*", times=None, error=disk_full)   # from now on
@@ -97,10 +97,14 @@ class FaultyBucket(DelegatingBucket):
         self.operations: list[tuple[Verb, str]] = []
         self._rules: list[_Rule] = []
         self._hidden: list[str] = []
-        self._shuffled: random.Random | None = None
+        self._shuffled: list[random.Random] = []  # At most one.
         self._postponed: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self._waiting: set[int] = set()
+
+    def with_inner(self, inner: Bucket) -> FaultyBucket:
+        """As `DelegatingBucket.with_inner`; both fail by the same rules, and count together."""
+        return self._moved(inner)
 
     def fail(
         self,
@@ -175,7 +179,8 @@ class FaultyBucket(DelegatingBucket):
     def deliver(self) -> int:
         """Makes the requests that were postponed take place, in order; returns their number."""
         with self._lock:
-            arrived, self._postponed = self._postponed, []
+            arrived = self._postponed[:]
+            self._postponed.clear()
         for request in arrived:
             request()
         return len(arrived)
@@ -183,7 +188,7 @@ class FaultyBucket(DelegatingBucket):
     def shuffle(self, *, seed: int) -> None:
         """Makes listings come in another order each time."""
         with self._lock:
-            self._shuffled = random.Random(seed)
+            self._shuffled[:] = [random.Random(seed)]
 
     def hide(self, key: str) -> None:
         """Makes such keys invisible to every read and listing; the objects stay."""
@@ -195,7 +200,7 @@ class FaultyBucket(DelegatingBucket):
         with self._lock:
             self._rules.clear()
             self._hidden.clear()
-            self._shuffled = None
+            self._shuffled.clear()
 
     def _add(self, rule: _Rule) -> None:
         with self._lock:
@@ -236,8 +241,8 @@ class FaultyBucket(DelegatingBucket):
         found = super().list_objects(prefix, after=after)
         seen = [entry for entry in found if not self._is_hidden(entry.key)]
         with self._lock:
-            if self._shuffled is not None:
-                self._shuffled.shuffle(seen)
+            for rng in self._shuffled:
+                rng.shuffle(seen)
         return seen
 
     def is_listed(self, key: str) -> bool:

@@ -45,7 +45,7 @@ class SimulatedBucket(DelegatingBucket):
 
     Example::
 
-        bucket = SimulatedBucket(open_bucket("memory://"), latency_s=0.02)
+        bucket = SimulatedBucket(open_bare_bucket("memory://"), latency_s=0.02)
         bucket.put("a", b"1")
         print(bucket.requests["put"], bucket.refused)
     """

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from deltawire.errors import CorruptError, InputError
-from deltawire.store import open_bucket
+from deltawire.store import open_bare_bucket, open_bucket
 from deltawire.store.folder import ABANDONED_S, ignores_case
 
 
@@ -80,7 +80,7 @@ def test_a_folder_at_the_place_of_an_object_is_an_input_error(tmp_path):
 
 def test_names_that_differ_in_case_only_are_told_apart_or_refused(tmp_path):
     """Where the file system ignores case, one object would silently replace the other."""
-    bucket = open_bucket(str(tmp_path))
+    bucket = open_bare_bucket(str(tmp_path))
     assert not ignores_case(tmp_path)
     bucket.put("heartbeats/W0.json", b"big")
     bucket.put("heartbeats/w0.json", b"small")

@@ -46,7 +46,7 @@ from itertools import chain
 from urllib.parse import urlsplit
 
 from deltawire.errors import CorruptError, RetryError, UnreadableError
-from deltawire.store import Bucket, ObjectMeta, RetryingBucket, RetryPolicy, in_parallel
+from deltawire.store import Bucket, ObjectMeta, RetryPolicy, in_parallel, without_retries
 from deltawire.sync.chain.evidence import Absent, Sound, evidence_of, require_evidence
 from deltawire.sync.chain.objects import check_signed, missing_blobs
 from deltawire.wire import keys
@@ -118,7 +118,7 @@ def delete_blobs(
     does not answer. The intent stays if a deletion may still be in flight.
     """
     left = list(doomed)
-    inner = RetryingBucket.beneath(bucket)
+    inner = without_retries(bucket)
     while left:
         batch, left = left[:MAX_INTENT_BLOBS], left[MAX_INTENT_BLOBS:]
         until = _uptime() + INTENT_S

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from deltawire.errors import CorruptError, DeltawireError
-from deltawire.store import Bucket, RetryingBucket
+from deltawire.store import Bucket, without_retries
 from deltawire.store.worker_threads import WorkerThreads
 from deltawire.sync.chain.objects import check_signed
 from deltawire.sync.publish.commit import STEP_RECORD
@@ -49,7 +49,7 @@ class Announcer:
     """
 
     def __init__(self, bucket: Bucket, run: Run, epoch: int, signer: Signer | None = None) -> None:
-        self._bucket = RetryingBucket.beneath(bucket)
+        self._bucket = without_retries(bucket)
         self._run = run
         self._epoch = epoch
         self._signer = signer

@@ -14,7 +14,7 @@ from deltawire import codec
 from deltawire.errors import CorruptError, DeltawireError
 from deltawire.launch.branches import forking
 from deltawire.launch.branches.forking import fork_run
-from deltawire.store import RetryingBucket, forked, open_bare_bucket, retrying
+from deltawire.store import forked, open_bare_bucket, retrying, without_retries
 from deltawire.store.forked import ForkedBucket
 from deltawire.sync import (
     Publisher,
@@ -226,7 +226,7 @@ def pair(fork, parent):
 
 
 def forked_inner(fork):
-    fork = RetryingBucket.beneath(fork)
+    fork = without_retries(fork)
     assert isinstance(fork, ForkedBucket)
     return fork.inner
 
