@@ -26,7 +26,7 @@ from rich.console import Console
 from deltawire.config import RunConfig, changed_settings, require_same
 from deltawire.dashboard.report import write_report
 from deltawire.dashboard.summary import Summary
-from deltawire.errors import InputError
+from deltawire.errors import InputError, RetryError
 from deltawire.launch.checks import check_start
 from deltawire.launch.role_keys import RunKeys
 from deltawire.launch.run_limits import Deadline, StallAlarm
@@ -293,10 +293,13 @@ def _stages(
 
     silence_s = job.config.faults.silence_s
     status = served_status(job.bucket, job.config, status)
-    verdicts = wait_for_workers(job.bucket, status, tick, silence_s=silence_s)
+    # It asks again itself, and ticks meanwhile.
+    once = without_retries(job.bucket)
+    verdicts = wait_for_workers(once, status, tick, silence_s=silence_s)
     for one in job.config.train.adapters:
         place = line_bucket(job.bucket, one.name)
-        waited = wait_for_workers(place, last_status(place), tick, silence_s=silence_s)
+        last = last_status(place)
+        waited = wait_for_workers(without_retries(place), last, tick, silence_s=silence_s)
         verdicts += of_line(one.name, waited)
     while supervisor.running() and not stop:
         tick()
@@ -342,11 +345,21 @@ def _make_model(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[i
     return True
 
 
-def _is_old(job: Job, status: TrainerStatus) -> bool:
+def _holds_old_status(job: Job) -> bool:
     """Returns whether the trainer's status is from before this start: from an earlier end of the
-    run, or with other settings than the processes to start should read.
+    run, or with other settings than the processes to start should read. True if the store does not
+    answer: the caller asks again, and meanwhile heeds signals and looks after the processes.
     """
-    run = find_run(job.bucket)
+    bucket = without_retries(job.bucket)
+    try:
+        status = known_trainer(bucket)
+        return status is not None and _is_old(job, bucket, status)
+    except RetryError:
+        return True
+
+
+def _is_old(job: Job, bucket: Bucket, status: TrainerStatus) -> bool:
+    run = find_run(bucket)
     if status.phase == "finished" or run is None or not job.model.is_dir():
         return status.phase == "finished"
     origin = config_of(run, url=job.bucket.url)
@@ -361,7 +374,7 @@ def _start_all(job: Job, supervisor: Supervisor, watcher: Watcher, stop: list[in
         arguments += [*job.seed_arguments(), *job.engine_arguments(), *job.shape_arguments()]
     arguments += job.key_arguments(TRAINER_ROLE)
     supervisor.add("trainer", "trainer", arguments)
-    while (status := known_trainer(job.bucket)) is not None and _is_old(job, status):
+    while _holds_old_status(job):
         if stop or supervisor.check():
             return
         watcher.tick()

@@ -192,7 +192,7 @@ def test_readers_caught_between_plan_and_fetch(bucket):
         subscriber = Subscriber(RetryingBucket(fresh), run, load_mirror(fresh.inner, run, at=0))
 
         def strike(verb, key, fresh=fresh):
-            prune(RetryingBucket(fresh).inner, run, cutoff=8, grace_s=0)
+            prune(fresh.inner, run, cutoff=8, grace_s=0)
             return no_answer(verb, key)
 
         fresh.fail(at=stop, error=strike)
