@@ -10,9 +10,15 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from stored_lineages import compact_lineages, lineage_of, merge_early, put_checkpoint, put_lineage
 
+from deltawire.live.compaction.compactor import StreamCompactor
+from deltawire.live.compaction.lineage_rows import LineageRows
+from deltawire.store import DelegatingBucket, open_bucket
 from deltawire.store.probe import PROBES as STORE_PROBES
 from deltawire.wire import keys
+from deltawire.wire.lineage import Forgotten
+from deltawire.wire.objects import encode_json
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/THREATS.md").read_text(encoding="utf-8")
@@ -200,6 +206,62 @@ def test_policies_allow_what_each_role_writes_and_nothing_else(role) -> None:
     assert all(_allows(policy, "GetObject", key) for key in (keys.RUN, *WEIGHTS))
     actions = {action for one in policy["Statement"] for action in one["Action"]}
     assert not [action for action in actions if "*" in action]
+
+
+class Requested(DelegatingBucket):
+    """Keeps which requests came, each as a verb and a key or prefix."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.requests = set()
+
+    def _call(self, verb, key, operation):
+        self.requests.add((verb, key))
+        return operation()
+
+
+def _lists(policy: dict, prefix: str) -> bool:
+    patterns = [
+        pattern
+        for statement in policy["Statement"]
+        if "s3:ListBucket" in statement["Action"]
+        for pattern in statement["Condition"]["StringLike"]["s3:prefix"]
+    ]
+    return any(fnmatchcase(f"RUN/{prefix}", pattern) for pattern in patterns)
+
+
+def test_a_learner_may_do_what_its_maintenance_asks_of_the_bucket(monkeypatch) -> None:
+    """It compacts and deletes lineages, some of a user who was forgotten."""
+    merge_early(monkeypatch)
+    requested = Requested(open_bucket("memory://"))
+    user, worker = "b0" * 16, "WORKER"
+    for n in range(6):
+        put_lineage(requested.inner, lineage_of(n, [user], worker=worker), group=n == 5)
+    put_checkpoint(requested.inner, 1, {worker: 6})
+    record = Forgotten(run="0" * 32, user=user, at=0.0, groups=[(worker, n) for n in range(6)])
+    requested.inner.put(keys.live_forgotten(user), encode_json(record))
+    assert compact_lineages(requested, worker, clock=lambda: 1e12)
+    one = StreamCompactor(requested, LineageRows(), worker)
+    assert one.expire(1e12) == 5
+    assert not one.alarm
+    policy = POLICIES["learner"]
+    actions = {"put": "PutObject", "create": "PutObject", "delete": "DeleteObject"}
+    assert {"list", "get", "create", "delete"} <= {verb for verb, _ in requested.requests}
+    assert not [
+        (verb, key)
+        for verb, key in requested.requests
+        if not (
+            _lists(policy, key)
+            if verb == "list"
+            else _allows(policy, actions.get(verb, "GetObject"), key)
+        )
+    ]
+
+
+def test_a_learner_reads_no_state_of_the_trainer_but_its_commits() -> None:
+    policy = POLICIES["learner"]
+    assert _allows(policy, "GetObject", keys.checkpoint_commit(3))
+    assert not _allows(policy, "GetObject", keys.checkpoint_part(3, 0))
 
 
 @pytest.mark.parametrize(

@@ -413,6 +413,10 @@ def run_learner(process: Process, *, report: Callable[[str], None]) -> None:
     maintenance = MaintenanceThread(
         [learner_compactor(process.bucket, process.name)], days_of(config.retain)
     )
+    process.heartbeat.alarm = lambda: (
+        loop.records.alarm
+        or (f"lineages are not compacted: {maintenance.alarm}" if maintenance.alarm else "")
+    )
     maintenance.start()
     try:
         loop.run()

@@ -14,6 +14,7 @@ from live_answers import LIVE, answer, config_of, put_rows, report
 from deltawire.config import parse_config
 from deltawire.errors import CorruptError, FencedError, InputError
 from deltawire.events import Evaluated
+from deltawire.live.compaction.maintenance import MaintenanceThread
 from deltawire.live.erasure.forgetting import forget_user
 from deltawire.live.erasure.rebuilding import rebuild_without
 from deltawire.live.learning import learner
@@ -285,6 +286,33 @@ def test_a_learner_process_ends_with_the_run_or_at_a_signal(tmp_path, ends):
         assert process.heartbeat.worker().phase == ("finished" if ends == "finished" else "stopped")
     assert lines[0] == "joined run granted as live"
     assert [one.what for one in events_of(bucket, "live")] == ["started", "stopped"]
+
+
+def test_a_heartbeat_says_that_lineages_are_not_compacted(tmp_path, monkeypatch):
+    """Its learner may lack a right for it, and nobody reads its log."""
+    sections = {"rollout": LIVE["rollout"], "live": LIVE["live"]}
+    bucket = start_with_groups(
+        tmp_path, groups=0, train={"loss": {"advantage": "given"}}, **sections
+    )
+    process, said = Process(bucket, "live", "worker", supervised=False), []
+
+    def run(loop):
+        said.append(process.heartbeat.alarm())
+        MaintenanceThread.started.alarm = "access denied"
+        said.append(process.heartbeat.alarm())
+        loop.records._unread["k"] = (0, 0.0)
+        said.append(process.heartbeat.alarm())
+
+    def start(thread):
+        MaintenanceThread.started = thread
+
+    monkeypatch.setattr(MaintenanceThread, "started", None, raising=False)
+    monkeypatch.setattr(MaintenanceThread, "start", start)
+    monkeypatch.setattr(LearnerLoop, "run", run)
+    with process.registered():
+        run_learner(process, report=lambda _: None)
+    assert said[:2] == ["", "lineages are not compacted: access denied"]
+    assert "cannot be read: k" in said[2]
 
 
 def test_a_learner_process_of_a_run_that_misreads_groups_is_refused(tmp_path):
