@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from deltawire.display import safe_line
+from deltawire.engines.cache_size import available_bytes
 from deltawire.launch.branches.version_names import VersionName
-from deltawire.parity.dump import DumpModel, DumpReport, examine
+from deltawire.parity.dump import TOGETHER, DumpModel, DumpReport, RowLogits, examine
 from deltawire.parity.dump_rows import read_dump
 from deltawire.placement.device import resolve_device
 from deltawire.rl.evaluate.parity_sources import Source, open_source
@@ -54,11 +56,9 @@ def scoring(source: Source, name: str, device: torch.device) -> DumpModel:
     """Returns the model of a source as a judge of dumps."""
     model: Any = source.model.to(device).eval()
 
-    @torch.no_grad()
-    def logits(prompt: Sequence[int], tokens: Sequence[int]) -> NDArray[np.float32]:
+    def logits(prompt: Sequence[int], tokens: Sequence[int]) -> RowLogits:
         ids = torch.tensor([[*prompt, *tokens[:-1]]], device=device)
-        found: NDArray[np.float32] = model(input_ids=ids).logits[0].float().cpu().numpy()
-        return found[len(prompt) - 1 :]
+        return read_row(model, ids, len(prompt) - 1)
 
     vocabulary = int(model.get_input_embeddings().num_embeddings)
     tokenizer = source.tokenizer
@@ -70,7 +70,77 @@ def scoring(source: Source, name: str, device: torch.device) -> DumpModel:
         None if tokenizer is None else tokenizer.decode,
         frozenset() if tokenizer is None else _special(tokenizer),
         getattr(text_config, "max_position_embeddings", None),
+        most_tokens(text_config, available_bytes(device), in_parts=_in_parts(model)),
     )
+
+
+class PartLogits:
+    """The logits of a row, from its position ``first`` on, made slice by slice.
+
+    The decoder has run once. Its output is given to the causal LM again for each slice, so that
+    what a family does to logits after the head stays its own.
+    """
+
+    def __init__(self, model: Any, ids: torch.Tensor, first: int, output: Any) -> None:
+        self._model, self._ids, self._first, self._output = model, ids, first, output
+
+    @torch.no_grad()
+    def __getitem__(self, part: slice) -> NDArray[np.float32]:
+        """Returns float32[tokens, V]."""
+        first, end, _ = part.indices(self._ids.shape[1] - self._first)
+        places = torch.arange(first, end, device=self._ids.device) + self._first
+        decoder = _causal(self._model).get_decoder()
+        decoder.forward = lambda *_, **__: self._output
+        try:
+            logits = self._model(input_ids=self._ids, logits_to_keep=places).logits
+        finally:
+            del decoder.forward
+        found: NDArray[np.float32] = logits[0].float().cpu().numpy()
+        return found
+
+
+@torch.no_grad()
+def read_row(model: Any, ids: torch.Tensor, first: int) -> RowLogits:
+    """Returns the logits of int64[1, S] from position ``first`` on."""
+    if not _in_parts(model):
+        found: NDArray[np.float32] = model(input_ids=ids).logits[0, first:].float().cpu().numpy()
+        return found
+    held: list[Any] = []
+    decoder = _causal(model).get_decoder()
+    handle = decoder.register_forward_hook(lambda _module, _given, output: held.append(output))
+    try:
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    finally:
+        handle.remove()
+    return PartLogits(model, ids, first, held[-1])
+
+
+def most_tokens(config: Any, available: int, *, in_parts: bool) -> int:
+    """Returns for how many tokens of a row there is memory, in float32.
+
+    Counted are eight hidden states and three intermediate ones a token, `TOGETHER` tokens' logits
+    on the device, on the host, and three times in float64; and all tokens' logits twice if they are
+    not made ``in_parts``. An attention that keeps a value for each pair of tokens needs more.
+    """
+    vocabulary, hidden = int(config.vocab_size), int(config.hidden_size)
+    inner = getattr(config, "intermediate_size", None)
+    inner = inner if isinstance(inner, int) else 4 * hidden
+    token = 4 * (8 * hidden + 3 * inner) + (0 if in_parts else 2 * 4 * vocabulary)
+    fixed = TOGETHER * vocabulary * (2 * 4 + 3 * 8)
+    return max(available - fixed, 0) // token
+
+
+def _causal(model: Any) -> Any:
+    """Returns the causal LM within an adapter."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _in_parts(model: Any) -> bool:
+    """Returns whether the model can be asked for some tokens' logits only."""
+    causal = _causal(model)
+    taken = inspect.signature(causal.forward).parameters
+    decoder = causal.get_decoder() if hasattr(causal, "get_decoder") else None
+    return {"logits_to_keep", "use_cache"} <= taken.keys() and decoder not in (None, causal)
 
 
 def _special(tokenizer: Any) -> frozenset[int]:

@@ -16,8 +16,9 @@ Shapes: T tokens of one answer, V tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -51,14 +52,22 @@ CAUSES = {
 
 Floats = NDArray[np.float64]
 
-LogProbabilities = Callable[[Sequence[int], Sequence[int]], NDArray[np.float32]]
-"""Returns float32[T, V]: the logits for each token of an answer after a prompt."""
+
+class RowLogits(Protocol):
+    """The logits for each token of an answer: a slice of them is float32[tokens, V]."""
+
+    def __getitem__(self, part: slice, /) -> NDArray[np.float32]: ...
+
+
+LogProbabilities = Callable[[Sequence[int], Sequence[int]], RowLogits]
+"""Returns the logits for each token of an answer after a prompt; an array of float32[T, V] does."""
 
 
 @dataclass(frozen=True)
 class DumpModel:
     """A model that dumps are judged by. ``decode`` spells token ids; None without a tokenizer.
-    ``special`` are ids that texts may leave out, ``context`` the most tokens that it takes."""
+    ``special`` are ids that texts may leave out, ``context`` the most tokens that it takes, and
+    ``room`` the most for which there is memory."""
 
     name: str
     logits: LogProbabilities
@@ -66,6 +75,7 @@ class DumpModel:
     decode: Callable[[Sequence[int]], str] | None = None
     special: frozenset[int] = frozenset()
     context: int | None = None
+    room: int | None = None
 
 
 class Mistake(msgspec.Struct, frozen=True):
@@ -167,7 +177,7 @@ def examine(
     others: Callable[[], Iterable[DumpModel]] = tuple,
 ) -> DumpReport:
     """Judges rows by a model. ``others`` opens further versions, once a row does not fit. Raises
-    `InputError` for a row of more tokens than the model takes."""
+    `InputError` for a row of more tokens than the model takes, or than memory is enough for."""
     tally = _Tally()
     opened: list[DumpModel] | None = None
     for row in rows:
@@ -208,6 +218,11 @@ def _before_scoring(row: DumpRow, model: DumpModel) -> Mistake | None:
     count = len(row.prompt) + len(row.tokens)
     if model.context is not None and count > model.context:
         raise InputError(f"row {row.number} has {count} tokens; the model takes {model.context}")
+    if model.room is not None and count > model.room:
+        raise InputError(
+            f"row {row.number} has {count} tokens; memory is enough for {model.room}",
+            hint="use a machine with more memory, or another --device",
+        )
     if row.text is not None and not _spells(row, row.text, model):
         return Mistake("tokenizer", "the tokens do not spell the dump's text")
     if len(row.logprobs) == len(row.prompt) != len(row.tokens) and row.tokens:
@@ -274,7 +289,9 @@ def _scored(
         return None, None
     logits = model.logits(row.prompt, row.tokens)
     stated = row.temperature or 1.0
-    own = _chosen(logits, row.tokens, stated)
+    temperatures = [stated, *(one for one in TEMPERATURES if abs(one - stated) >= 1e-6)]
+    at = dict(zip(temperatures, _chosen(logits, row.tokens, temperatures), strict=True))
+    own = at.pop(stated)
     gaps = _gaps(row, own)
     zeros = row.mask & (row.logprobs == 0) & (own < -TOLERANCE)
     rest = row.mask & ~zeros
@@ -287,7 +304,7 @@ def _scored(
     short = len(gaps) < SHORT
     if short:
         tally.short.add(gaps)
-    compared = _Compared(gaps, _hypotheses(row, own, logits, stated))
+    compared = _Compared(gaps, _hypotheses(row, own, at))
     if _fits(gaps):
         tally.add_sound(row.number, compared)
         return None, None
@@ -300,10 +317,10 @@ def _scored(
 
 
 def _hypotheses(
-    row: DumpRow, own: Floats, logits: NDArray[np.float32], stated: float
+    row: DumpRow, own: Floats, at: Mapping[float, Floats]
 ) -> list[tuple[str, str, Floats]]:
     """Returns the mistakes that one pass can tell: key, sentence, and gaps of the tokens that
-    count."""
+    count. ``at`` has the log-probabilities at other temperatures."""
     found = []
     for step, word in ((1, "next"), (-1, "previous")):
         moved, there = np.roll(own, -step), row.mask.copy()
@@ -313,11 +330,9 @@ def _hypotheses(
             found.append(
                 (f"shifted {step}", f"each is the log-probability of the {word} token", gaps)
             )
-    for temperature in TEMPERATURES:
-        if abs(temperature - stated) < 1e-6:
-            continue
-        gaps = _gaps(row, _chosen(logits, row.tokens, temperature))
-        said = "states none" if row.temperature is None else f"states {stated:g}"
+    for temperature, logprobs in at.items():
+        gaps = _gaps(row, logprobs)
+        said = "states none" if row.temperature is None else f"states {row.temperature:g}"
         text = f"they are those at temperature {temperature:g}; the dump {said}"
         found.append((f"temperature {temperature}", text, gaps))
     # Temperature 1 first, for a temperature that was forgotten, then the nearest fit.
@@ -353,7 +368,8 @@ def _by_version(row: DumpRow, others: Sequence[DumpModel]) -> Mistake | None:
     for other in others:
         if max(*row.prompt, *row.tokens) >= other.vocabulary:
             continue
-        if other.context is not None and len(row.prompt) + len(row.tokens) > other.context:
+        count = len(row.prompt) + len(row.tokens)
+        if any(most is not None and count > most for most in (other.context, other.room)):
             continue
         if _fits(_gaps(row, _logprobs(row, other))):
             return Mistake("version", f"{other.name} fits")
@@ -383,18 +399,22 @@ def _add_subtle(tally: _Tally) -> None:
 
 
 def _logprobs(row: DumpRow, model: DumpModel) -> Floats:
-    return _chosen(model.logits(row.prompt, row.tokens), row.tokens, row.temperature or 1.0)
+    logits = model.logits(row.prompt, row.tokens)
+    found: Floats = _chosen(logits, row.tokens, [row.temperature or 1.0])[0]
+    return found
 
 
-def _chosen(logits: NDArray[np.float32], tokens: Sequence[int], temperature: float) -> Floats:
-    """Returns the log-probability of each token, float64[T]."""
-    found = np.empty(len(tokens), np.float64)
+def _chosen(logits: RowLogits, tokens: Sequence[int], temperatures: Sequence[float]) -> Floats:
+    """Returns the log-probability of each token at each temperature, float64[temperatures, T]."""
+    found = np.empty((len(temperatures), len(tokens)), np.float64)
     for first in range(0, len(tokens), TOGETHER):
         part = slice(first, first + TOGETHER)
-        scaled = logits[part].astype(np.float64) / temperature
-        scaled -= scaled.max(axis=1, keepdims=True)
-        chosen = scaled[np.arange(len(scaled)), list(tokens[part])]
-        found[part] = chosen - np.log(np.exp(scaled).sum(axis=1))
+        given = logits[part].astype(np.float64)
+        for number, temperature in enumerate(temperatures):
+            scaled = given / temperature
+            scaled -= scaled.max(axis=1, keepdims=True)
+            chosen = scaled[np.arange(len(scaled)), list(tokens[part])]
+            found[number, part] = chosen - np.log(np.exp(scaled).sum(axis=1))
     return found
 
 
