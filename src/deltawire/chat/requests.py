@@ -203,9 +203,8 @@ class RequestDefaults:
         for name, value in self.sampling().items():
             if found.get(name) is None:
                 found[name] = value
-        if self.settings is not None and not (
-            found.get("max_tokens") or found.get("max_completion_tokens")
-        ):
+        stated = (found.get("max_tokens"), found.get("max_completion_tokens"))
+        if self.settings is not None and stated == (None, None):
             found["max_tokens"] = self.settings.max_tokens
         if not chat:
             return found

@@ -117,6 +117,8 @@ _INSTEAD = {
 
 MOST_ANSWERS = 128
 """Answers to one request, at most, as at OpenAI's API."""
+MOST_CHOICES = 2048
+"""Choices of a completion with several prompts, at most."""
 _WHOLE = {
     "n": (1, MOST_ANSWERS),
     "max_tokens": (1, MAX_TOKENS),
@@ -127,23 +129,38 @@ _WHOLE = {
 _REAL = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
-def refuse_values(body: Mapping[str, Any]) -> None:
+def refuse_values(body: Mapping[str, Any], *, chat: bool = True) -> None:
     """Raises `RequestError` for a value of another type or range than OpenAI's API takes, where a
-    replica could answer in a form that was not asked for, or fail: its arm would be blamed."""
+    replica could answer in a form that was not asked for, or fail: its arm would be blamed. A
+    completion with ``echo`` may ask for no token: it scores its prompt."""
     for name, (least, most) in _WHOLE.items():
         value = body.get(name)
         if value is None:
             continue
+        scores = name == "max_tokens" and not chat and body.get("echo") is True
+        lowest = 0 if scores else least
         if not isinstance(value, int) or isinstance(value, bool):
             raise _invalid(name, "a whole number", "invalid_type")
-        if not least <= value <= most:
-            raise _invalid(name, f"from {least} to {most}", "invalid_value")
+        if not lowest <= value <= most:
+            raise _invalid(name, f"from {lowest} to {most}", "invalid_value")
     for name in _REAL:
         value = body.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             raise _invalid(name, "a number", "invalid_type")
     if not isinstance(body.get("stream"), bool | None):
         raise _invalid("stream", "true or false", "invalid_type")
+
+
+def refuse_many(choices: int) -> None:
+    """Raises `RequestError` for more choices than `MOST_CHOICES`: ``n`` for each prompt of a
+    completion."""
+    if choices > MOST_CHOICES:
+        raise RequestError(
+            f"n for each prompt makes {choices} answers, and at most {MOST_CHOICES} are served",
+            hint="send the prompts in several requests",
+            code="invalid_value",
+            param="prompt",
+        )
 
 
 def _invalid(name: str, wanted: str, code: str) -> RequestError:

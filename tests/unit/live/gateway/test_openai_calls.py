@@ -8,8 +8,10 @@ import pytest
 from aiohttp import web
 from live_gateway import ADMIN, TOKEN, SglangReplica, TokenReplica, live_serving, published
 
+from deltawire.chat.requests import RequestDefaults
+from deltawire.config import parse_config
 from deltawire.live.gateway import model_names
-from deltawire.live.gateway.options import HONORED, refuse_options
+from deltawire.live.gateway.options import HONORED, refuse_options, refuse_values
 from deltawire.serving.errors import RequestError
 from deltawire.testing.tiny import start_run
 
@@ -262,3 +264,48 @@ def test_a_value_that_no_api_takes_reaches_no_replica_and_blames_no_arm(
                     assert (await at.ask("Hi", **{name: fine}))[0] == 200
 
     asyncio.run(scenario())
+
+
+def test_more_answers_than_are_served_reach_no_replica(tmp_path, monkeypatch):
+    """Also those that a long list of prompts asks for: the answer would be refused as too long."""
+
+    async def scenario():
+        async with live_serving(published(), tmp_path, monkeypatch) as at:
+
+            async def complete(**body):
+                return await at.call("POST", "/v1/completions", json={"model": "m"} | body)
+
+            status, data, _ = await complete(prompt=["x"] * 1025, n=2)
+            error = json.loads(data)["error"]
+            assert (status, error["code"], error["param"]) == (400, "invalid_value", "prompt")
+            assert not at.fake.seen
+            assert not at.recorder.counts["failed"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("body", "chat", "fine"),
+    [
+        ({"max_tokens": 0, "echo": True}, False, True),
+        ({"max_tokens": 0, "echo": True}, True, False),
+        ({"max_tokens": 0}, False, False),
+        ({"max_tokens": -1, "echo": True}, False, False),
+    ],
+)
+def test_only_a_completion_that_scores_its_prompt_may_ask_for_no_token(body, chat, fine):
+    if fine:
+        refuse_values(body, chat=chat)
+    else:
+        with pytest.raises(RequestError, match="max_tokens"):
+            refuse_values(body, chat=chat)
+    config = parse_config({"name": "x", "rollout": {"max_tokens": 16}}, source="test")
+    assert RequestDefaults.of(config).filled_in(body, chat=chat)["max_tokens"] == body["max_tokens"]
+
+
+def test_a_request_without_a_length_gets_the_runs():
+    config = parse_config({"name": "x", "rollout": {"max_tokens": 16}}, source="test")
+    for body in ({}, {"max_tokens": None}):
+        assert RequestDefaults.of(config).filled_in(body, chat=False)["max_tokens"] == 16
+    found = RequestDefaults.of(config).filled_in({"max_completion_tokens": 3}, chat=True)
+    assert "max_tokens" not in found
