@@ -31,9 +31,8 @@ KEYS: Final[dict[str, Key]] = {
     "blackbox_seen": Key(
         "blackbox",
         "<=",
-        8.0,
+        3.0,
         "the same for a version that is not given, and is called different",
-        placeholder=True,
     ),
 }
 """Every key, in the order of the table."""

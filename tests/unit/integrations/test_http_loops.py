@@ -157,6 +157,7 @@ def slime_hook(monkeypatch, tmp_path, verdict="same", **options):
 
     class Box:
         def __init__(self, options, _):
+            assert (options.also, options.error) == ([], 0.001)
             asked.append((options.url, options.against.rpartition("_")[2]))
 
         def check(self):
@@ -208,7 +209,10 @@ def test_only_rank_0_of_slime_compares(monkeypatch, tmp_path):
 def test_engines_of_slime_that_cannot_be_asked_end_no_training(monkeypatch, tmp_path, caplog):
     update, asked, slime = slime_hook(monkeypatch, tmp_path, every=1)
     update(1)
-    update(2, engines=[object()])
+    update(2)
+    assert not caplog.records, "an engine that serves its version is not warned of"
+    assert asked.pop() == ("http://engine", "1")
+    update(3, engines=[object()])
     assert "nothing was compared: AttributeError" in caplog.text
     assert not asked
 
@@ -216,7 +220,7 @@ def test_engines_of_slime_that_cannot_be_asked_end_no_training(monkeypatch, tmp_
         raise OSError("it is away")
 
     monkeypatch.setattr(slime, "BlackBox", refuse)
-    update(3)
+    update(4)
     assert "http://engine was not compared: OSError: it is away" in caplog.text
 
 
