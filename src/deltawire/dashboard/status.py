@@ -231,7 +231,9 @@ class Watch:
 
     A large run's supervisor stores the status (`deltawire.launch.status_writer`), and then two
     requests suffice. It is made from the objects of all processes with ``stored`` false or another
-    ``window_s``, in signed runs, and where the stored status is old or damaged.
+    ``window_s``, in signed runs, and where the stored status is old or damaged. ``retrying`` is the
+    same bucket with retries, where ``bucket`` has none: the run itself is read from it, without
+    which there is no status.
     """
 
     def __init__(
@@ -240,8 +242,10 @@ class Watch:
         *,
         window_s: float = WINDOW_S,
         stored: bool = True,
+        retrying: Bucket | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._retrying = retrying or bucket
         self._stored = stored and window_s == WINDOW_S
         self._bucket = bucket
         self._window_s = window_s
@@ -260,7 +264,7 @@ class Watch:
         `RetryError` if the store does not answer.
         """
         bucket = self._bucket
-        run = read_run(bucket)
+        run = read_run(self._retrying)
         if (found := self._read_stored(run)) is not None:
             return found
         problems: list[str] = []

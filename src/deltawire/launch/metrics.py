@@ -70,7 +70,8 @@ def export_metrics(
     if not token and not listener.open:
         token = secrets.token_urlsafe(24)
         console.print(f"token {token}", markup=False, emoji=False)
-    collector = RunCollector(Watch(without_retries(bucket), window_s=window_s), every_s=every_s)
+    watch = Watch(without_retries(bucket), window_s=window_s, retrying=bucket)
+    collector = RunCollector(watch, every_s=every_s)
     app = application(collector, token=token)
     with listen(app, host=listener.host, port=listener.port, token=token) as server:
         host, port = server.server_address[:2]

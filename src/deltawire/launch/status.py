@@ -34,7 +34,8 @@ def show_status(
             raise InputError(f"{flag} {value} is not a number of seconds above 0")
     bucket = open_trusted(location, trust)
     # A view that is renewed shows that the store does not answer instead of waiting for it.
-    source = Watch(without_retries(bucket) if watch else bucket, window_s=window_s)
+    once = without_retries(bucket) if watch else bucket
+    source = Watch(once, window_s=window_s, retrying=bucket)
     console = Console()
     if not watch:
         _print(console, source.poll(), as_json=as_json)

@@ -251,7 +251,11 @@ class SignedBucket(DelegatingBucket):
         return found
 
     def put(self, key: str, data: bytes) -> None:
-        """Signs, then puts as `Bucket.put` does."""
+        """Signs, then puts as `Bucket.put` does.
+
+        It signs once: a put that is repeated below for an hour keeps its time. If another process
+        replaced the object meanwhile, readers take the late one for a restored one.
+        """
         self.inner.put(key, self._signed(key, data))
 
     def create(self, key: str, data: bytes) -> bool:

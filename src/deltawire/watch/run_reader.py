@@ -78,7 +78,7 @@ class RunReader:
         self._values: dict[Hashable, _Value[object]] = {}
         self._lock = threading.RLock()
         self._tail = EventTail(bucket)
-        self._watch = Watch(bucket)
+        self._watch = Watch(bucket, retrying=self.retrying)
         self._closed = threading.Event()
         self._asked_at = time.monotonic()
         self._threads = [

@@ -29,8 +29,9 @@ from deltawire.events import (
     Swapped,
     encode_lines,
 )
-from deltawire.store import Bucket, open_bucket
+from deltawire.store import Bucket, RetryingBucket, RetryPolicy, open_bare_bucket, open_bucket
 from deltawire.sync import create_run
+from deltawire.testing.faulty import FaultyBucket
 from deltawire.wire import keys
 from deltawire.wire.captures import GatewayState
 from deltawire.wire.objects import encode_json
@@ -470,3 +471,16 @@ def test_a_run_without_budgets_shows_no_thinking(bucket) -> None:
     found = look(bucket)
     assert found.thinking_length is None
     assert "reused tokens" not in shown(found)
+
+
+def test_a_renewed_view_outlasts_one_lost_request_for_its_run():
+    faulty = FaultyBucket(open_bare_bucket("memory://"))
+    tensors = [TensorSpec(name="a", dtype="BF16", shape=(4,))]
+    create_run(
+        faulty, Run(id="ab" * 16, name="seen", created_at=0.0, tensors=tensors, digest="0" * 32)
+    )
+    retrying = RetryingBucket(faulty, RetryPolicy(first_pause_s=0.0))
+    watch = Watch(faulty, retrying=retrying)
+    for _ in range(2):
+        faulty.fail("get", keys.RUN, times=1)
+        assert "seen" in shown(watch.poll())

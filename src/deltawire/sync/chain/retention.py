@@ -139,7 +139,8 @@ def prune(
     passes ``sealed``; versions that are not pruned in that bucket stay here too. With ``dry_run``
     nothing is written except the object that shows the store's clock. Raises `UnreadableError`,
     before any deletion, if an object cannot be read that decides what is kept, and `RetryError` if
-    the store does not answer; the same call may then be repeated.
+    the store does not answer; the same call may then be repeated. Nothing here adds retries: a
+    bucket of a class of one's own is put into a `RetryingBucket` first.
 
     Example::
 

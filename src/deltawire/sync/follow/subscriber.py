@@ -72,6 +72,7 @@ class Subscriber:
     possible; otherwise it takes the cheapest route to the newest version, which may lead over
     compacted deltas and anchors. ``threads`` is the number of decoding threads. ``cache`` holds
     blobs for all readers of this host; by default, the environment says where (`blob_cache`).
+    ``bucket`` is used as it is: one of a class of one's own is put into a `RetryingBucket` first.
 
     In addition to the mirror, a step takes the memory of two blobs (64 MiB if blobs are smaller),
     and 4 bytes plus the element's width for each changed element: for bf16 5 % of the mirror if

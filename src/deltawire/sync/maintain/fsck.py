@@ -107,7 +107,8 @@ def check_run(
     progress: Progress | None = None,
 ) -> CheckedRun:
     """Checks the run in a bucket. Changes nothing; to probe a remote store, it tries to create
-    run.json again with the same bytes.
+    run.json again with the same bytes. No request is repeated here: a bucket of a class of one's
+    own is put into a `RetryingBucket` first.
 
     Without ``deep``, blobs are only looked up by name and size. With it, every blob is read, and
     every version is rebuilt in a mirror and compared with its digest. ``progress`` is called with
