@@ -49,7 +49,7 @@ class Traces:
             self._propagate.inject(headers, context=self._trace.set_span_in_context(span))
         try:
             yield
-        except BaseException as error:
+        except Exception as error:  # A client that left says nothing about the replica.
             span.set_attribute("error.type", type(error).__name__)
             span.set_status(self._trace.StatusCode.ERROR)
             raise

@@ -3,7 +3,7 @@
 ::
 
     segments 0 1 2 … ──16──▶ compacted, level 1 ──16──▶ level 2 ──16──▶ level 3 …
-    (the newest 16 stay, for readers that follow)        until `FULL_BYTES`
+    (the newest 16 stay for a day, for readers)          until `FULL_BYTES`
 
 A row is written once for each level, and n segments leave about 15 log16(n) objects and as many
 indexes. The rows of an object that was stored and read back are in two places until its inputs are
@@ -37,7 +37,7 @@ from deltawire.wire.compacted import MAX_COMPACTED_ROWS, CompactedIndex, Compact
 
 FAN_IN = 16
 KEPT = 16
-"""The newest segments stay: readers that follow find them under their own keys."""
+"""The newest segments stay for `SETTLED_S`: readers that follow find them under their own keys."""
 FULL_BYTES = 32 << 20
 """An object of this size is not merged any more."""
 MAX_MERGED_BYTES = 64 << 20

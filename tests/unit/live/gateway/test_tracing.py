@@ -7,6 +7,8 @@ from live_gateway import TokenReplica, live_serving, published
 from opentelemetry import trace
 from test_gateway_upstreams import Provider, beside
 
+from deltawire.serving.tracing import open_traces
+
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 STATED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 
@@ -45,7 +47,7 @@ class Tracer(trace.Tracer):
         return trace.use_span(self.start_span(name, **options), end_on_exit=True)
 
 
-class Provider_(trace.TracerProvider):  # noqa: N801
+class KeptProvider(trace.TracerProvider):
     def __init__(self):
         self.tracer = Tracer()
 
@@ -55,7 +57,7 @@ class Provider_(trace.TracerProvider):  # noqa: N801
 
 @pytest.fixture
 def spans(monkeypatch):
-    provider = Provider_()
+    provider = KeptProvider()
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     return provider.tracer.spans
 
@@ -156,3 +158,11 @@ def test_without_an_sdk_nothing_is_traced_or_passed_on(tmp_path, monkeypatch):
         assert not any("traceparent" in one for one in seen)
 
     run(tmp_path, monkeypatch, scenario)
+
+
+def test_a_client_that_leaves_is_no_error_of_a_replica(spans):
+    traces = open_traces()
+    for error, failed in ((asyncio.CancelledError, False), (ConnectionError, True)):
+        with pytest.raises(error), traces.call("http://r", {}, own=True):
+            raise error
+        assert (spans[-1].status is not None, spans[-1].ended) == (failed, True)
