@@ -3,7 +3,7 @@ killed, a replica hangs, another one lies, the bucket is away, and the secret is
 
 Gateways are processes by their command; replicas are stand-ins that state tokens as vLLM does.
 Afterwards each answer that a receipt calls stored is stored once, each report that was taken is
-stored once, no user was in two arms, and one user is forgotten entirely.
+stored, no user was in two arms, and one user is forgotten entirely.
 """
 
 import asyncio
@@ -27,10 +27,17 @@ from live_gateway import TokenReplica, published, write_secret
 
 from benchmarks.ports import free_port
 from deltawire.live.deployment_secret import parse_secret
+from deltawire.live.erasure.stored_rows import require_rows
 from deltawire.live.learning.records import LiveRecords
-from deltawire.runtime.compacted_segments import stored_owners
+from deltawire.runtime.compacted_segments import (
+    compacted_owners,
+    list_compacted,
+    require_compacted,
+    stored_owners,
+)
 from deltawire.sync import read_run
 from deltawire.wire import keys
+from deltawire.wire.captures import Capture, decode_rows
 from deltawire.wire.receipts import ReceiptKeys, read_receipt
 
 pytestmark = [pytest.mark.drills, pytest.mark.long, pytest.mark.timeout(900)]
@@ -306,6 +313,23 @@ def reader_of(deployment):
     return lambda text: read_receipt(text, keys=ReceiptKeys(sealing), run=deployment.run.id)
 
 
+def stored_twice(bucket):
+    """Returns the answers with several rows in segments, or in compacted ones. A row may be in one
+    of each: a gateway may be killed after it has compacted a segment."""
+    plain = Counter(
+        row.answer
+        for _, _, _, rows in require_rows(bucket, keys.LIVE_CAPTURES, Capture)
+        for row in rows
+    )
+    merged = Counter(
+        decode_rows([row.data], Capture, run=bucket.url, key=place.key)[0].answer
+        for owner in compacted_owners(bucket, "captures")
+        for place in list_compacted(bucket, "captures", owner).segments
+        for row in require_compacted(bucket, place) or ()
+    )
+    return [answer for found in (plain, merged) for answer, n in found.items() if n > 1]
+
+
 def stored_name(receipt, name):
     """The answer and the stored id of a report: a hash, if the answer may not be stored."""
     if not receipt.recorded:
@@ -347,6 +371,7 @@ def test_what_two_thousand_users_were_promised_holds(tmp_path, capsys):
     assert not set(recorded) - records.answers.keys(), "an answer that was stored is lost"
     assert len(taken) == len(deployment.taken)
     assert not taken - stored, "a report that was taken is lost"
+    assert not stored_twice(deployment.bucket), "an answer is stored twice"
     arms = defaultdict(set)
     for name, receipt in opened:
         arms[name].add(receipt.arm)
