@@ -139,16 +139,21 @@ def refuse_values(body: Mapping[str, Any], *, chat: bool = True) -> None:
             continue
         scores = name == "max_tokens" and not chat and body.get("echo") is True
         lowest = 0 if scores else least
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise _invalid(name, "a whole number", "invalid_type")
-        if not lowest <= value <= most:
-            raise _invalid(name, f"from {lowest} to {most}", "invalid_value")
+        refuse_whole(name, value, lowest, most)
     for name in _REAL:
         value = body.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             raise _invalid(name, "a number", "invalid_type")
     if not isinstance(body.get("stream"), bool | None):
         raise _invalid("stream", "true or false", "invalid_type")
+
+
+def refuse_whole(name: str, value: Any, least: int, most: int) -> None:
+    """Raises `RequestError` for a value that is no whole number from ``least`` to ``most``."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _invalid(name, "a whole number", "invalid_type")
+    if not least <= value <= most:
+        raise _invalid(name, f"from {least} to {most}", "invalid_value")
 
 
 def refuse_many(choices: int) -> None:

@@ -238,3 +238,10 @@ def test_a_stream_whose_replica_breaks_off_does_not_look_complete(serve):
             await at.call("POST", "/v1/responses", json=body)
 
     serve(scenario)
+
+
+def test_a_wrong_length_is_named_as_the_client_named_it():
+    for value in (0, "5", True):
+        with pytest.raises(RequestError) as error:
+            chat_of({"model": "m", "input": "Hi", "max_output_tokens": value})
+        assert error.value.param == "max_output_tokens"
