@@ -8,9 +8,11 @@ import openai
 import pytest
 from live_gateway import ADMIN, TOKEN, live_serving, published
 
+from deltawire.chat.requests import RequestDefaults
 from deltawire.errors import InputError
 from deltawire.launch import gateway as launched
 from deltawire.launch.gateway import GatewayOptions, _TokenFiles
+from deltawire.live.gateway.requests import read_asked
 from deltawire.serving.app import Tokens
 from deltawire.serving.client_keys import ClientKeys, ClientLimits, read_clients
 from deltawire.serving.errors import RequestError
@@ -77,6 +79,23 @@ def test_requests_under_way_keep_tokens_of_the_quota():
             assert fourth.reserved == 10
         first.drawn = 60
     assert keys.used()["web"]["tokens_today"] == 65
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ({"max_tokens": 0}, 0), ({"max_tokens": 7}, 14), ({}, 2000), ({"max_tokens": None}, 2000),
+        ({"max_completion_tokens": None, "max_tokens": 0}, 0),
+    ],
+)  # fmt: skip
+def test_a_request_keeps_as_many_tokens_as_it_says(said, kept):
+    """None for one that scores its prompts."""
+    body = {"model": "m", "prompt": ["a", "b"], "echo": True} | said
+    asked = read_asked(body, chat=False, defaults=RequestDefaults())
+    keys = keys_of(tokens_per_day=5000)
+    with keys.request("web") as counted:
+        counted.reserve(asked.tokens)
+        assert counted.reserved == kept
 
 
 def test_a_quota_of_tokens_is_that_of_a_day():

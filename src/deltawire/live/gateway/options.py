@@ -117,7 +117,7 @@ _INSTEAD = {
 
 MOST_ANSWERS = 128
 """Answers to one request, at most, as at OpenAI's API."""
-MOST_CHOICES = 2048
+MOST_ASKED = 2048
 """Choices of a completion with several prompts, at most."""
 _WHOLE = {
     "n": (1, MOST_ANSWERS),
@@ -157,11 +157,11 @@ def refuse_whole(name: str, value: Any, least: int, most: int) -> None:
 
 
 def refuse_many(choices: int) -> None:
-    """Raises `RequestError` for more choices than `MOST_CHOICES`: ``n`` for each prompt of a
+    """Raises `RequestError` for more choices than `MOST_ASKED`: ``n`` for each prompt of a
     completion."""
-    if choices > MOST_CHOICES:
+    if choices > MOST_ASKED:
         raise RequestError(
-            f"n for each prompt makes {choices} answers, and at most {MOST_CHOICES} are served",
+            f"n for each prompt makes {choices} answers, and at most {MOST_ASKED} are served",
             hint="send the prompts in several requests",
             code="invalid_value",
             param="prompt",

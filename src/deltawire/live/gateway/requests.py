@@ -59,7 +59,7 @@ class AskedAnswer:
         """Returns how many tokens the answer may have; `UNSAID_TOKENS` a choice if the client does
         not say."""
         names = ("max_completion_tokens", "max_tokens")
-        most = next((name for name in names if self.given.get(name)), "")
+        most = next((name for name in names if self.given.get(name) is not None), "")
         return self.choices * (_count_in(self.given, most) if most else UNSAID_TOKENS)
 
     def texts(self) -> RequestTexts:
@@ -89,7 +89,7 @@ class AskedAnswer:
 
 def _count_in(body: dict[str, Any], name: str) -> int:
     found = body.get(name)
-    return found if isinstance(found, int) and found > 0 else 1
+    return found if isinstance(found, int) and found >= 0 else 1
 
 
 UNSAID_TOKENS = 1000
