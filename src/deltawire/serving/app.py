@@ -50,7 +50,7 @@ from deltawire.serving.contract import read_request
 from deltawire.serving.errors import SERVER_ERROR, Handler, answer_errors, error_answer
 from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
 from deltawire.serving.request_ids import HEADER, REQUEST_ID, name_request, state_request_id
-from deltawire.serving.tracing import Traces, open_traces
+from deltawire.serving.tracing import ClientGoneError, Traces, open_traces
 
 BUSY = 425
 """The hosted services' status for new requests while all replicas drain to change weights."""
@@ -525,7 +525,7 @@ async def _exchange(
         return break_off(request, member, answer, error)
 
 
-class _SlowClient(Exception):  # noqa: N818  (it names an event of a request)
+class _SlowClient(ClientGoneError):  # noqa: N818  (it names an event of a request)
     """The client took no more of its answer in time."""
 
 

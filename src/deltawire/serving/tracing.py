@@ -23,6 +23,10 @@ SERVER_ERROR = 500
 CLIENT_LEFT = 499
 
 
+class ClientGoneError(Exception):
+    """The client took no more of its answer. It says nothing about the replica."""
+
+
 class Traces:
     """The spans of one gateway.
 
@@ -49,7 +53,9 @@ class Traces:
             self._propagate.inject(headers, context=self._trace.set_span_in_context(span))
         try:
             yield
-        except Exception as error:  # A client that left says nothing about the replica.
+        except ClientGoneError:
+            raise
+        except Exception as error:  # Cancellation, by a client that left, is none.
             span.set_attribute("error.type", type(error).__name__)
             span.set_status(self._trace.StatusCode.ERROR)
             raise

@@ -53,6 +53,7 @@ from deltawire.serving.app import (
 )
 from deltawire.serving.errors import SERVER_ERROR, error_answer, error_body
 from deltawire.serving.replica_set import TrackedReplica
+from deltawire.serving.tracing import ClientGoneError
 from deltawire.wire.captures import FAILED, FILTERED, LEFT, TIMED_OUT
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -99,7 +100,7 @@ class _FilterFailed(Exception):  # noqa: N818  (no replica failed)
     """The content filter did not answer, and nothing may be shown without it."""
 
 
-class _ClientLeft(Exception):  # noqa: N818  (it names an event of a request)
+class _ClientLeft(ClientGoneError):  # noqa: N818  (it names an event of a request)
     """The client took no more of its answer."""
 
 

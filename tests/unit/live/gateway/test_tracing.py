@@ -7,6 +7,8 @@ from live_gateway import TokenReplica, live_serving, published
 from opentelemetry import trace
 from test_gateway_upstreams import Provider, beside
 
+from deltawire.live.gateway import exchange
+from deltawire.serving import app
 from deltawire.serving.tracing import open_traces
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -162,7 +164,8 @@ def test_without_an_sdk_nothing_is_traced_or_passed_on(tmp_path, monkeypatch):
 
 def test_a_client_that_leaves_is_no_error_of_a_replica(spans):
     traces = open_traces()
-    for error, failed in ((asyncio.CancelledError, False), (ConnectionError, True)):
+    left = (asyncio.CancelledError, exchange._ClientLeft, app._SlowClient)
+    for error, failed in (*((one, False) for one in left), (ConnectionError, True)):
         with pytest.raises(error), traces.call("http://r", {}, own=True):
             raise error
         assert (spans[-1].status is not None, spans[-1].ended) == (failed, True)
