@@ -460,10 +460,11 @@ def live_lineage(worker: str, sequence: int) -> str:
 
 def lineage_of(key: str) -> tuple[str, int] | None:
     """Returns worker and sequence in the key of a lineage; None for any other key."""
-    worker, _, number = key.removeprefix(LIVE_LINEAGE).partition("/")
+    worker, _, _ = key.removeprefix(LIVE_LINEAGE).partition("/")
     sequence = trailing_number(key)
-    known = key.startswith(LIVE_LINEAGE) and valid_name(worker) and "/" not in number
-    return None if sequence is None or not known else (worker, sequence)
+    if sequence is None or not valid_name(worker) or key != live_lineage(worker, sequence):
+        return None
+    return worker, sequence
 
 
 def live_segments(stream: str, owner: str) -> str:

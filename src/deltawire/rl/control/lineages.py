@@ -197,9 +197,7 @@ def _lineages_of(bucket: Bucket, key: str, data: bytes | None) -> list[Lineage]:
     lineage = decode_json(data, Lineage, run=bucket.url, key=key)
     place = keys.lineage_of(key)
     # The key is checked first: no valid key can be made of an invalid name in the content.
-    if place is None or place != (lineage.worker, lineage.sequence):
-        return []
-    return [lineage] if key == keys.live_lineage(*place) else []
+    return [lineage] if place == (lineage.worker, lineage.sequence) else []
 
 
 def erased_groups(bucket: Bucket) -> set[Place]:

@@ -224,6 +224,8 @@ FOREIGN = [
     *(f"{base}lineage/{name}/x" for base in (keys.LIVE_COMPACTED, keys.LIVE_INDEX)
       for name in ("a b", "@eaDir")),
     f"{keys.LIVE_LINEAGE}a.b/0000000001", f"{keys.LIVE_LINEAGE}live/zz",
+    *(f"{keys.LIVE_LINEAGE}live/{name}" for name in
+      ("0000000300.tmp", "9999999999.bak")),
     f"{keys.LIVE_COMPACTED}captures/a b/x",
 ]  # fmt: skip
 
@@ -242,6 +244,8 @@ def test_objects_under_foreign_names_stop_no_reader(bucket):
     assert len(list(others.poll())) == 300
     put_lineage(bucket, lineage_of(300, users_of(300)))
     assert [one.sequence for one in others.poll()] == [300]
+    put_lineage(bucket, lineage_of(302, users_of(302)))
+    assert [one.sequence for one in others.poll()] == [302]
     LiveRecords(bucket).poll()
     assert {*stored_owners(bucket, "lineage")} == {"live", "evil"}
     for kind in ("captures", "feedback"):
