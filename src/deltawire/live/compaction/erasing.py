@@ -45,33 +45,34 @@ def erase_owner(bucket: Bucket, rows_of: StreamRows, owner: str, users: Set[str]
     return found
 
 
-def owners_to_erase(
-    bucket: Bucket,
-    stream: Stream,
-    users: Set[str],
-    *,
-    pending_of: Container[str] | None,
-    without: Container[str] = (),
-) -> set[str]:
-    """Returns the gateways or learners of whose compacted segments an index names one of ``users``,
-    and those of ``pending_of`` (None: all) with a segment that is announced and not stored. Indexes
-    of those in ``without`` are not read.
-
-    Their rows may show no user any more: a process that was killed may have deleted a segment and
-    not its index. Raises `UnreadableError` for an index that cannot be read.
-    """
+def announcing_owners(bucket: Bucket, stream: Stream, *, within: Container[str] | None) -> set[str]:
+    """Returns the gateways or learners, of those ``within`` (None: all), with a segment that is
+    announced and not stored: its writer may have been killed, or store it yet."""
     found = set[str]()
     for owner in compacted_owners(bucket, stream):
+        if within is None or owner in within:
+            listing = list_compacted(bucket, stream, owner)
+            if listing.pending.keys() - listing.segments.keys():
+                found.add(owner)
+    return found
+
+
+def delete_orphaned_indexes(
+    bucket: Bucket, rows_of: StreamRows, users: Set[str], *, without: Container[str]
+) -> None:
+    """Deletes indexes that name one of ``users`` and whose segment is gone or void, but for those
+    of the owners in ``without``: a process was killed between the two. It writes nothing.
+
+    Raises `UnreadableError` for an object that cannot be read.
+    """
+    for owner in compacted_owners(bucket, rows_of.stream):
         if owner in without:
             continue
-        listing = list_compacted(bucket, stream, owner)
-        pending = listing.pending.keys() - listing.segments.keys()
-        indexes = (require_index(bucket, place) for place in listing.indexes)
-        if (pending and (pending_of is None or owner in pending_of)) or any(
-            one is not None and not users.isdisjoint(one.users) for one in indexes
-        ):
-            found.add(owner)
-    return found
+        for place in list_compacted(bucket, rows_of.stream, owner).indexes:
+            index = require_index(bucket, place)
+            named = index is not None and not users.isdisjoint(index.users)
+            if named and not rows_of.compacted(bucket, place):
+                bucket.delete(place.index_key)
 
 
 def _may_hold(

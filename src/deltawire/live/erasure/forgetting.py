@@ -23,7 +23,12 @@ import msgspec
 from blake3 import blake3
 
 from deltawire.errors import InputError, RetryError
-from deltawire.live.compaction.erasing import erase_compacted, erase_owner, owners_to_erase
+from deltawire.live.compaction.erasing import (
+    announcing_owners,
+    delete_orphaned_indexes,
+    erase_compacted,
+    erase_owner,
+)
 from deltawire.live.compaction.lineage_rows import LineageRows
 from deltawire.live.compaction.stream_rows import ServedRows
 from deltawire.live.erasure.stored_rows import require_rows
@@ -125,6 +130,8 @@ def forget_pseudonyms(
     records = _name_versions(bucket, records, used, emptied=emptied)
     needed = set[Place]() if no_trainer else used.needed_by_a_trainer()
     _delete_groups(bucket, set(users), mine, writers, used, kept=needed)
+    # To delete them needs no signature: the key of a learner that has ended may be gone.
+    delete_orphaned_indexes(bucket, LineageRows(), set(users), without={*writers, *no_learners})
     record = _as_one(records)
     if needed & set[Place]().union(*places.values()):
         raise GroupsNeededError(
@@ -195,13 +202,10 @@ def _writers(
     without: Collection[str],
 ) -> dict[str, Bucket]:
     """Returns the bucket that may replace the objects of each learner in ``lineages``, and of those
-    of whom an erasure or a compaction that was killed may have left more than the lineages show:
-    an index that still names a user, or an announcement."""
-    users = {one.user for one in records}
+    of whom an erasure or a compaction that was killed may have left an announcement."""
     named = {worker for one in records for worker, _ in one.groups}
-    pending_of = None if learners is None else named
-    left = owners_to_erase(bucket, "lineage", users, pending_of=pending_of, without=without)
-    names = sorted({one.worker for one in lineages} | left)
+    left = announcing_owners(bucket, "lineage", within=None if learners is None else named)
+    names = sorted({one.worker for one in lineages} | left.difference(without))
     if learners is None:
         return dict.fromkeys(names, bucket)
     if missing := [name for name in names if name not in learners]:
