@@ -207,6 +207,18 @@ def test_an_index_that_lost_its_segment_does_not_keep_a_user():
     assert_whole(bucket, [BOB])
 
 
+def test_a_segment_that_is_announced_needs_the_key_of_the_learner_of_the_users_groups():
+    """The void objects in its place are signed. A killed erasure, or compaction, announced it."""
+    bucket, run = stored()
+    forget_user(bucket, run, BOB)
+    place = CompactedName("lineage", "live", keys.live_compacted_name(0, 1, "0" * 32))
+    bucket.create(place.announcement_key, b"")
+    with pytest.raises(InputError, match="live"):
+        forget_user(bucket, run, BOB, learners={})
+    forget_user(bucket, run, BOB, learners={"live": bucket})
+    assert bucket.is_listed(place.key)
+
+
 def test_a_signed_erasure_needs_no_key_of_a_learner_of_which_only_an_index_is_left():
     """Its segment was deleted by an expiry, which was killed then."""
     run = SignedRun()
