@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.scale.rows import median_row
 from benchmarks.training.keys import Measured, Options
 from deltawire import codec
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, RetryingBucket, open_bare_bucket
 from deltawire.sync import Mirror, ShardPublisher, open_publisher
 from deltawire.sync.publish.anchor_schedule import AnchorSchedule
 from deltawire.sync.publish.commit import VersionWriter
@@ -46,7 +46,7 @@ def measure(options: Options) -> Measured:
 
 def commit(ranks: int, *, seed: int = 0) -> dict[str, Any]:
     """Returns seconds and requests of the leader for one version of ``ranks`` ranks."""
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     rng = np.random.default_rng(seed)
     names = [[f"{rank:05d}.{n}" for n in range(TENSORS)] for rank in range(ranks)]
     weights = {name: _bits(rng) for mine in names for name in mine}

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.scale.rows import median_row
 from benchmarks.training.keys import Measured, Options
 from deltawire.errors import BugError
-from deltawire.store import RetryingBucket, open_bucket
+from deltawire.store import RetryingBucket, open_bare_bucket
 from deltawire.sync import load_mirror, open_publisher
 from deltawire.testing.simulated import SimulatedBucket
 from deltawire.wire.run import TensorSpec
@@ -34,7 +34,7 @@ def measure(options: Options) -> Measured:
 
 def fetch(blobs: int, *, seed: int = 0) -> dict[str, Any]:
     """Returns seconds and requests of one step whose delta has ``blobs`` blobs."""
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     rng = np.random.default_rng(seed)
     weights = {f"{n:05d}": rng.integers(0, 1 << 16, ELEMENTS, np.uint16) for n in range(blobs)}
     specs = [TensorSpec(name, (ELEMENTS,), "BF16") for name in weights]

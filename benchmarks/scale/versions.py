@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.training.keys import Measured, Options
 from deltawire.dashboard.status import Watch
 from deltawire.errors import BugError
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, RetryingBucket, open_bare_bucket
 from deltawire.sync import open_publisher, read_manifest
 from deltawire.sync.huggingface.publish_dirs import CheckpointPublisher
 from deltawire.testing.simulated import SimulatedBucket
@@ -76,7 +76,7 @@ def show_status(versions: int) -> dict[str, Any]:
 
 def make_run(versions: int) -> Bucket:
     """Makes a run whose versions after the first change nothing."""
-    bucket = open_bucket("memory://")
+    bucket = open_bare_bucket("memory://")
     publisher = open_publisher(bucket, {"a": np.zeros(64, np.float32)}, compaction_strides=())
     publisher.close()
     run = publisher.run

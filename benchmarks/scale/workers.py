@@ -27,7 +27,7 @@ from deltawire.rl.control.rollout_buffer import RolloutBuffer
 from deltawire.rl.control.worker_guard import WorkerGuard
 from deltawire.runtime.fleet import MOST_READ, Fleet
 from deltawire.runtime.reaper import Reaper
-from deltawire.store import Bucket, RetryingBucket, open_bucket
+from deltawire.store import Bucket, RetryingBucket, open_bare_bucket
 from deltawire.testing.simulated import SimulatedBucket
 from deltawire.wire import keys
 from deltawire.wire.ledger import CommitMetadata, Ledger
@@ -110,7 +110,7 @@ class Control:
 
 def poll(workers: int) -> dict[str, Any]:
     """Returns seconds, requests and bytes of polls of a trainer with so many workers."""
-    inner = open_bucket("memory://")
+    inner = open_bare_bucket("memory://")
     names = [f"w{number:05d}" for number in range(workers)]
     for name in names:
         _beat(inner, name, 0, 0)
@@ -160,7 +160,7 @@ def resume(groups: int) -> dict[str, Any]:
     """Returns requests, bytes read and seconds of the first polls of a trainer that resumes a run
     of 1,000 workers whose ``groups`` groups are all stored and consumed, until each worker has a
     credit for the next one."""
-    inner, ledger = open_bucket("memory://"), Ledger()
+    inner, ledger = open_bare_bucket("memory://"), Ledger()
     names = [f"w{number:05d}" for number in range(RESUMED)]
     each = groups // RESUMED
     for name in names:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
@@ -51,7 +52,8 @@ from deltawire.runtime.event_window import RecentEvents
 from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.needs import config_of
-from deltawire.store import Bucket
+from deltawire.store import Bucket, RetryPolicy
+from deltawire.store.retrying import with_policy
 from deltawire.sync import newest_version, read_run
 from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.wire import keys
@@ -245,7 +247,8 @@ class Watch:
         retrying: Bucket | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._retrying = retrying or bucket
+        # A view that waits for minutes shows nothing, and does not end.
+        self._retrying = bucket if retrying is None else with_policy(retrying, _once_more)
         self._stored = stored and window_s == WINDOW_S
         self._bucket = bucket
         self._window_s = window_s
@@ -423,6 +426,10 @@ def _config(bucket: Bucket, run: Run, problems: list[str]) -> RunConfig | None:
 
 
 _V = TypeVar("_V")
+
+
+def _once_more(policy: RetryPolicy) -> RetryPolicy:
+    return replace(policy, retries=1, throttled_s=0.0)
 
 
 def _attempt(action: Callable[[], _V | None], problems: list[str]) -> _V | None:

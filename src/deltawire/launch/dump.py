@@ -126,8 +126,10 @@ def most_tokens(config: Any, available: int, *, in_parts: bool) -> int:
     inner = getattr(config, "intermediate_size", None)
     inner = inner if isinstance(inner, int) else 4 * hidden
     token = 4 * (8 * hidden + 3 * inner) + (0 if in_parts else 2 * 4 * vocabulary)
-    fixed = TOGETHER * vocabulary * (2 * 4 + 3 * 8)
-    return max(available - fixed, 0) // token
+    logits = vocabulary * (2 * 4 + 3 * 8)
+    if available <= TOGETHER * (token + logits):
+        return max(available, 0) // (token + logits)
+    return (available - TOGETHER * logits) // token
 
 
 def _causal(model: Any) -> Any:

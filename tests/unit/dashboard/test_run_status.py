@@ -15,7 +15,7 @@ from rich.console import Console
 from deltawire.cli.main import main
 from deltawire.dashboard.status import RunStatus, Watch, failures_by_cause
 from deltawire.dashboard.status_view import view
-from deltawire.errors import CorruptError, InputError
+from deltawire.errors import CorruptError, InputError, RetryError
 from deltawire.estimates import BudgetScore
 from deltawire.events import (
     Evaluated,
@@ -484,3 +484,8 @@ def test_a_renewed_view_outlasts_one_lost_request_for_its_run():
     for _ in range(2):
         faulty.fail("get", keys.RUN, times=1)
         assert "seen" in shown(watch.poll())
+    faulty.fail("get", keys.RUN, times=99)
+    before = len(faulty.operations)
+    with pytest.raises(RetryError):
+        watch.poll()
+    assert len(faulty.operations) - before == 2, "it shows an outage and does not wait for its end"

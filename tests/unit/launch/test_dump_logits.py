@@ -80,3 +80,5 @@ def test_a_long_row_of_a_large_vocabulary_needs_no_logits_of_all_tokens():
     assert command.most_tokens(config, 16 << 30, in_parts=True) > 131_072
     assert command.most_tokens(config, 16 << 30, in_parts=False) < 16_384
     assert command.most_tokens(config, 1 << 20, in_parts=True) == 0
+    # Less than the logits of 128 tokens take is enough for a short row.
+    assert 12 <= command.most_tokens(config, 400 << 20, in_parts=True) < 128

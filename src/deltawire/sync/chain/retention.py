@@ -46,7 +46,7 @@ import msgspec
 
 from deltawire.codec import ZERO
 from deltawire.errors import CorruptError, InputError
-from deltawire.store import Bucket, ObjectMeta, in_parallel
+from deltawire.store import Bucket, ObjectMeta, in_parallel, without_retries
 from deltawire.store.traffic import count
 from deltawire.sync.chain.evidence import Sound, Unknown, require_evidence, unreadable
 from deltawire.sync.chain.gc_intents import delete_blobs, drop_dead_intents, store_clock
@@ -152,6 +152,7 @@ def prune(
         raise InputError(
             f"the grace period is {grace_s} s", hint="give 0 or more seconds", run=bucket.url
         )
+    without_retries(bucket)  # Refuses a layer that cannot do that before anything is deleted.
     call = _Retention(bucket, run, signer, sealed, dry_run=dry_run)
     found = call.prune(cutoff, timedelta(seconds=grace_s))
     if not dry_run:

@@ -6,6 +6,7 @@ import pytest
 from anchored import anchor_payload
 
 from deltawire.errors import (
+    BugError,
     CorruptError,
     DeltawireError,
     FencedError,
@@ -13,7 +14,13 @@ from deltawire.errors import (
     RetryError,
     UnreadableError,
 )
-from deltawire.store import RetryingBucket, open_bare_bucket, retrying
+from deltawire.store import (
+    DelegatingBucket,
+    RetryingBucket,
+    open_bare_bucket,
+    open_bucket,
+    retrying,
+)
 from deltawire.sync import Subscriber, load_mirror, newest_version, read_manifest
 from deltawire.sync.chain import objects as chain
 from deltawire.sync.chain import retention
@@ -366,3 +373,17 @@ def test_names_of_missing_versions_are_filled_but_no_endless_range(bucket, monke
     found = prune(bucket, run, cutoff=4, grace_s=0)
     assert (2 in found.manifests) == (most == 1)
     assert len(found.refused) == 1 - most
+
+
+class Guard(DelegatingBucket):
+    """A layer of a user's, without `with_inner`."""
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_layer_that_cannot_be_kept_is_refused_before_anything_is_deleted(tmp_path, dry_run):
+    bucket = Guard(open_bucket(str(tmp_path / "run"), create=True))
+    run = fill(open_bare_bucket(str(tmp_path / "run")))
+    before = bucket.list("")
+    with pytest.raises(BugError, match="Guard has no with_inner"):
+        prune(bucket, run, cutoff=NEWEST, grace_s=0, dry_run=dry_run)
+    assert bucket.list("") == before

@@ -105,11 +105,15 @@ def test_a_small_step_s_stale_cache_is_found_after_the_prompts_that_are_in_it(st
         prompts = set(endpoint._cache) if stale else set(endpoint.asked[:cached])
         endpoint.asked, endpoint.forced_count = [], 0
         report = looked(endpoint, {"version 4": BASE}, seed=seed, cached=cached)
-        assert report.cause == ("prefix cache" if stale else ""), report
-        assert report.notes == []
+        if cached < 24 and report.notes:
+            assert "not certain" in report.notes[0], "three draws after each of few prompts"
+            assert not report.cause
+        else:
+            assert report.cause == ("prefix cache" if stale else ""), report
+            assert report.notes == []
         assert set(endpoint.asked) <= prompts
         assert endpoint.forced_count <= 40, "the weights are decided by then"
-        assert len(endpoint.asked) <= (96 if stale else 40)
+        assert len(endpoint.asked) <= max(3 * cached, 40)
 
 
 def test_a_watch_remembers_after_which_prompts_its_first_look_drew(monkeypatch):
