@@ -27,6 +27,9 @@ class SlowBucket(DelegatingBucket):
         self.link = threading.Lock()
         self.log = os.environ.get("LINK_LOG")
 
+    def with_inner(self, inner):
+        return self._moved(inner)
+
     def _call(self, verb, key, operation):
         with self.link:
             time.sleep(self.seconds)

@@ -231,6 +231,7 @@ def test_options_are_the_datasets_own():
 
 
 OTHER = {
+    "retain.lineage_days": 8.0,  # At least `live.max_age_s`.
     "rollout.scaffold": "check_and_retry",
     "budget.completions": [4, 8],
     "budget.measure": "reward",

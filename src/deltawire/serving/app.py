@@ -445,7 +445,7 @@ async def call_replica(
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     headers[HEADER] = REQUEST_ID.get()
     headers |= member.replica.headers
-    traces, own = app[TRACES], not member.replica.upstream
+    traces, own = app.get(TRACES), not member.replica.upstream
     name = member.replica.name
     with nullcontext() if traces is None else traces.call(name, headers, own=own):
         async with asyncio.timeout_at(deadline):

@@ -122,7 +122,7 @@ class RetryingBucket(DelegatingBucket):
 
     Example::
 
-        bucket = RetryingBucket(MyBucket(...))  # as `open_bucket` does for all stores it opens
+        bucket = RetryingBucket(open_bare_bucket("s3://bucket/run"))  # as `open_bucket` does
         run = find_run(bucket)  # a request that times out is repeated
     """
 

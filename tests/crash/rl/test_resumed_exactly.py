@@ -336,14 +336,14 @@ def test_an_answer_that_was_cut_short_is_asked_for_again(bucket, monkeypatch) ->
 def test_failing_to_remove_an_old_checkpoint_does_not_stop_the_run(
     bucket, uninterrupted, monkeypatch
 ) -> None:
-    delete, faults = bucket.delete, iter([True, False, True])
+    delete, faults = bucket.inner.delete, iter([True, False, True])
 
     def unsteady(key: str) -> None:
         if next(faults, False):
             raise RetryError("the store does not answer")
         delete(key)
 
-    monkeypatch.setattr(bucket, "delete", unsteady)
+    monkeypatch.setattr(bucket.inner, "delete", unsteady)
     assert train(bucket) == uninterrupted
     assert len(bucket.list(keys.CHECKPOINTS)) == 4, "two are kept, of two objects each"
 

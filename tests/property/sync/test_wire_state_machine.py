@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 
 from deltawire import codec
 from deltawire.errors import CorruptError, DeltawireError, FencedError, RetryError
-from deltawire.store import open_bare_bucket, retrying
+from deltawire.store import RetryingBucket, open_bare_bucket, retrying
 from deltawire.sync import (
     Compactor,
     Mirror,
@@ -116,7 +116,7 @@ class Wire(RuleBasedStateMachine):
         else:
             mirror = load_mirror(self.inner, self.run)
             epoch = read_manifest(self.inner, self.run, mirror.version).epoch + 1
-        bucket = FaultyBucket(self.inner)
+        bucket = RetryingBucket(FaultyBucket(self.inner))
         publisher = Publisher(
             bucket, self.run, mirror, epoch=epoch, anchor_every=4, compaction_strides=(), threads=1
         )
@@ -206,7 +206,7 @@ class Wire(RuleBasedStateMachine):
         if far:
             with suppress(CorruptError):  # Perhaps the relay has not come so far, or is past it.
                 mirror = load_mirror(self.region, self.run, at=version, wanted=part)
-        bucket = FaultyBucket(self.inner if mirror is None else self.region)
+        bucket = RetryingBucket(FaultyBucket(self.inner if mirror is None else self.region))
         if mirror is None:
             mirror = load_mirror(bucket, self.run, at=version, wanted=part)
         return Subscriber(bucket, self.run, mirror, stepwise=stepwise)
@@ -268,7 +268,8 @@ class Wire(RuleBasedStateMachine):
     @rule(target=relays, start=st.integers(0, 9) | st.none())
     def start_relay(self, start):
         """The first, another next to it, or one again after it was stopped."""
-        source, region = FaultyBucket(self.inner), FaultyBucket(self.region)
+        source = RetryingBucket(FaultyBucket(self.inner))
+        region = RetryingBucket(FaultyBucket(self.region))
         if start is not None and start < self.closed:
             start = None
         return Relay(source, region, start=start, strides=(), grace_s=0)
@@ -329,7 +330,7 @@ class Wire(RuleBasedStateMachine):
         if at is not None:
             bucket.fail(at=at, times=times, done=done)
         with suppress(RetryError):
-            prune(bucket, self.run, cutoff=self.committed() - keep, grace_s=0)
+            prune(RetryingBucket(bucket), self.run, cutoff=self.committed() - keep, grace_s=0)
         floors = [keys.trailing_number(key) for key in self.inner.list(keys.RETENTION_FLOORS)]
         highest = max(floors, default=0)
         assert self.closed <= highest <= max(self.committed() - keep, self.closed)

@@ -269,7 +269,7 @@ def test_the_headers_and_the_first_piece_of_a_stream_share_one_limit():
         request.app[LIMITS] = CallLimits(first_s=1.0)
         request.app[SESSION] = SimpleNamespace(request=answer_slowly)
         member = SimpleNamespace(replica=Replica())
-        member.replica.base_url = ""
+        member.replica.base_url = member.replica.name = ""
         async with call_replica(request, member, b"", stream=True) as (_, pieces):
             await anext(pieces)
 

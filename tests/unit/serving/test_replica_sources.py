@@ -227,7 +227,12 @@ def test_a_file_is_read_up_to_a_size_and_each_url_counts_once(tmp_path):
         ReplicaFile(str(path)).read()
 
 
-def test_two_reads_in_a_row_that_a_fault_parts_are_not_two(bucket, tmp_path, caplog):
+def test_two_reads_in_a_row_that_a_fault_parts_are_not_two(bucket, tmp_path, caplog, monkeypatch):
+    async def idle(self):
+        """Reads nothing between the test's own reads."""
+
+    monkeypatch.setattr(ReplicaFollower, "_follow", idle)
+
     async def go():
         path = tmp_path / "replicas"
         async with followed(bucket, path) as (_, urls, replicas, follower, _):

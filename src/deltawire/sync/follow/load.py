@@ -11,6 +11,7 @@ import numpy as np
 from deltawire import codec
 from deltawire.errors import CorruptError, ResyncError, RetryError
 from deltawire.store import Bucket
+from deltawire.store.bucket import require_bucket
 from deltawire.sync.chain.objects import MissingBlobError, read_manifest
 from deltawire.sync.chain.route_finder import RouteFinder
 from deltawire.sync.chain.routes import Edge, Route
@@ -56,6 +57,7 @@ def load_mirror(
         mirror = load_mirror(bucket, read_run(bucket))
         mirror.version, mirror.tensors["norm"]
     """
+    require_bucket(bucket)
     if known is None and at is None:
         known = newest_readable(bucket, run)
         if known is None:
