@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
@@ -52,8 +51,8 @@ from deltawire.runtime.event_window import RecentEvents
 from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.needs import config_of
-from deltawire.store import Bucket, RetryPolicy
-from deltawire.store.retrying import with_policy
+from deltawire.store import Bucket
+from deltawire.store.retrying import repeating_once
 from deltawire.sync import newest_version, read_run
 from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.wire import keys
@@ -234,8 +233,8 @@ class Watch:
     A large run's supervisor stores the status (`deltawire.launch.status_writer`), and then two
     requests suffice. It is made from the objects of all processes with ``stored`` false or another
     ``window_s``, in signed runs, and where the stored status is old or damaged. ``retrying`` is the
-    same bucket with retries, where ``bucket`` has none: the run itself is read from it, without
-    which there is no status.
+    same bucket with retries, where ``bucket`` has none: the run itself, without which there is no
+    status, is read from it, and once more, because a view that waits shows nothing.
     """
 
     def __init__(
@@ -247,8 +246,7 @@ class Watch:
         retrying: Bucket | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        # A view that waits for minutes shows nothing, and does not end.
-        self._retrying = bucket if retrying is None else with_policy(retrying, _once_more)
+        self._retrying = repeating_once(retrying or bucket)
         self._stored = stored and window_s == WINDOW_S
         self._bucket = bucket
         self._window_s = window_s
@@ -426,10 +424,6 @@ def _config(bucket: Bucket, run: Run, problems: list[str]) -> RunConfig | None:
 
 
 _V = TypeVar("_V")
-
-
-def _once_more(policy: RetryPolicy) -> RetryPolicy:
-    return replace(policy, retries=1, throttled_s=0.0)
 
 
 def _attempt(action: Callable[[], _V | None], problems: list[str]) -> _V | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from deltawire.errors import RetryError, ThrottledError
@@ -194,6 +194,11 @@ def with_policy(bucket: Bucket, policy: Callable[[RetryPolicy], RetryPolicy]) ->
         return layer if same else RetryingBucket(inner, new)
 
     return _changed(bucket, change)
+
+
+def repeating_once(bucket: Bucket) -> Bucket:
+    """Returns ``bucket`` with one repetition at most, and none of requests that are refused."""
+    return with_policy(bucket, lambda policy: replace(policy, retries=1, throttled_s=0.0))
 
 
 def _changed(bucket: Bucket, change: Callable[[RetryingBucket, Bucket], Bucket]) -> Bucket:
