@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from forgotten_users import BOB, CAROL, tokens_of
+from interrupting_bucket import InterruptingBucket, KilledError
 from live_answers import answer, put_rows, report
 
 from deltawire.errors import DeltawireError, RetryError
@@ -30,30 +31,6 @@ def _few_rows(monkeypatch):
     """Five segments make two objects, and these one."""
     monkeypatch.setattr(compactor, "FAN_IN", 2)
     monkeypatch.setattr(compactor, "KEPT", 1)
-
-
-class KilledError(Exception):
-    """The process is gone."""
-
-
-class Meeting(DelegatingBucket):
-    """Calls ``meet`` before its ``at``-th request, or after it; is killed so many requests later
-    (``ends``), if at all."""
-
-    def __init__(self, inner, at, meet, *, after=False, ends=None):
-        super().__init__(inner)
-        self.left, self.meet, self.after, self.ends = at, meet, after, ends
-
-    def _call(self, verb, key, operation):
-        self.left -= 1
-        if self.left == 0 and not self.after:
-            self.meet()
-        found = operation()
-        if self.left == 0 and self.after:
-            self.meet()
-        if self.ends is not None and self.left <= -self.ends:
-            raise KilledError
-        return found
 
 
 def stored():
@@ -94,7 +71,7 @@ def test_an_erasure_at_any_request_of_a_compaction_leaves_nothing(after, ends):
     """Also if the compaction is killed there, and none runs afterwards."""
     for at in itertools.count(1):
         bucket, run = stored()
-        meeting = Meeting(
+        meeting = InterruptingBucket(
             bucket, at, lambda b=bucket, r=run: forget_user(b, r, BOB), after=after, ends=ends
         )
         try:
@@ -135,7 +112,7 @@ def interleave(bucket, run, i, j):
         thread.join(60)
         assert not thread.is_alive()
 
-    compaction, erasure = Meeting(bucket, i, stop), Meeting(bucket, j, finish)
+    compaction, erasure = InterruptingBucket(bucket, i, stop), InterruptingBucket(bucket, j, finish)
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     assert stopped.wait(60)
@@ -193,7 +170,9 @@ def test_a_compaction_at_any_request_of_an_erasure_leaves_nothing(after, before)
         bucket, run = stored()
         if before:
             compact(bucket)
-        meeting = Meeting(bucket, at, lambda b=bucket: compact(b, clock=lambda: 1e12), after=after)
+        meeting = InterruptingBucket(
+            bucket, at, lambda b=bucket: compact(b, clock=lambda: 1e12), after=after
+        )
         forget_user(meeting, run, BOB)
         if meeting.left > 0:
             break
@@ -225,7 +204,7 @@ def test_two_erasures_of_users_of_one_object_leave_nothing_of_either():
         for at in itertools.count(1):
             bucket, run = stored()
             compact(bucket)
-            meeting = Meeting(
+            meeting = InterruptingBucket(
                 bucket, at, lambda b=bucket, r=run: forget_user(b, r, CAROL), after=after
             )
             forget_user(meeting, run, BOB)
@@ -244,7 +223,7 @@ def test_a_compaction_that_fails_at_any_request_loses_nothing(answer_lost):
         def fail():
             raise RetryError("no answer")
 
-        meeting = Meeting(bucket, at, fail, after=answer_lost)
+        meeting = InterruptingBucket(bucket, at, fail, after=answer_lost)
         failed = False
         try:
             compact(meeting)

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from forgotten_users import BOB, CAROL
+from interrupting_bucket import InterruptingBucket, KilledError
 from live_answers import NOW, answer, put_rows
 from signed_run import OTHER, WORKER, SignedRun
 from stored_lineages import compact_lineages, lineage_of, merge_early, start_settled
@@ -16,7 +17,7 @@ from deltawire.live.erasure.forgetting import (
     forget_user,
 )
 from deltawire.rl.control.lineages import read_lineages, require_lineages
-from deltawire.store import DelegatingBucket, open_bucket
+from deltawire.store import open_bucket
 from deltawire.wire import keys
 from deltawire.wire.compacted import CompactedIndex, CompactedName, encode_index
 from deltawire.wire.lineage import Forgotten, without_users
@@ -32,30 +33,6 @@ OWNERS = {0: [BOB], 2: [CAROL, BOB], 4: [CAROL]}
 @pytest.fixture(autouse=True)
 def _few_rows(monkeypatch):
     merge_early(monkeypatch)
-
-
-class KilledError(Exception):
-    """The process is gone."""
-
-
-class Meeting(DelegatingBucket):
-    """Calls ``meet`` before its ``at``-th request, or after it; is killed so many requests later
-    (``ends``), if at all."""
-
-    def __init__(self, inner, at, meet, *, after=False, ends=None):
-        super().__init__(inner)
-        self.left, self.meet, self.after, self.ends = at, meet, after, ends
-
-    def _call(self, verb, key, operation):
-        self.left -= 1
-        if self.left == 0 and not self.after:
-            self.meet()
-        found = operation()
-        if self.left == 0 and self.after:
-            self.meet()
-        if self.ends is not None and self.left <= -self.ends:
-            raise KilledError
-        return found
 
 
 def lineages():
@@ -115,6 +92,22 @@ def test_a_user_is_taken_out_of_compacted_lineages():
     assert_whole(bucket, [BOB, CAROL])
 
 
+def killed_erasures(before, each):
+    """Yields a bucket, and its run, for each of the requests at which an erasure was killed; of
+    lineages that were compacted ``before``, or not."""
+    for at in itertools.count(1, each):
+        bucket, run = stored()
+        if before:
+            compact(bucket)
+        try:
+            forgotten(InterruptingBucket(bucket, at, ends=0), run, BOB)
+        except KilledError:
+            yield bucket, run
+        else:
+            assert at > 20, "an erasure has requests to be killed at"
+            return
+
+
 @pytest.mark.parametrize("each", EACH)
 @pytest.mark.parametrize(
     ("after", "ends"),
@@ -123,7 +116,7 @@ def test_a_user_is_taken_out_of_compacted_lineages():
 def test_an_erasure_at_any_request_of_a_compaction_leaves_nothing(after, ends, each):
     for at in itertools.count(1, each):
         bucket, run = stored()
-        meeting = Meeting(
+        meeting = InterruptingBucket(
             bucket, at, lambda b=bucket, r=run: forgotten(b, r, BOB), after=after, ends=ends
         )
         try:
@@ -150,7 +143,9 @@ def test_a_compaction_at_any_request_of_an_erasure_leaves_nothing(after, before,
         bucket, run = stored()
         if before:
             compact(bucket)
-        meeting = Meeting(bucket, at, lambda b=bucket: compact(b, clock=lambda: 1e12), after=after)
+        meeting = InterruptingBucket(
+            bucket, at, lambda b=bucket: compact(b, clock=lambda: 1e12), after=after
+        )
         forgotten(meeting, run, BOB)
         if meeting.left > 0:
             break
@@ -169,24 +164,13 @@ def test_an_erasure_that_is_killed_anywhere_leaves_nothing_after_the_next(before
     """No compaction comes in between. In a signed run the next one asks for the learner's key,
     as long as a lineage names the user."""
     left = 0
-    for at in itertools.count(1, each):
-        bucket, run = stored()
-        if before:
-            compact(bucket)
-        killed = Meeting(bucket, at, lambda: None, ends=0)
-        try:
-            forgotten(killed, run, BOB)
-        except KilledError:
-            pass
-        else:
-            break
+    for bucket, run in killed_erasures(before, each):
         if signed and require_lineages(bucket, users=[BOB]):
             left += 1
             with pytest.raises(InputError, match="live"):
                 forget_user(bucket, run, BOB, learners={})
         forget_user(bucket, run, BOB, learners={"live": bucket} if signed else None)
         assert_whole(bucket, [BOB])
-    assert at > 20
     assert left or not signed
 
 
@@ -242,22 +226,11 @@ def test_a_signed_erasure_needs_no_key_of_a_learner_of_which_only_an_index_is_le
 )
 def test_an_erasure_that_is_killed_anywhere_ends_when_it_runs_again(before, each):
     """Also if a compaction, and the erasure of another user of the same objects, come first."""
-    for at in itertools.count(1, each):
-        bucket, run = stored()
-        if before:
-            compact(bucket)
-        killed = Meeting(bucket, at, lambda: None, ends=0)
-        try:
-            forgotten(killed, run, BOB)
-        except KilledError:
-            pass
-        else:
-            break
+    for bucket, run in killed_erasures(before, each):
         compact(bucket, clock=lambda: 1e12)
         assert forgotten(bucket, run, CAROL) == [1]
         assert forgotten(bucket, run, BOB) == [1]
         assert_whole(bucket, [BOB, CAROL])
-    assert at > 20
 
 
 def interleave(bucket, run, i, j):
@@ -283,7 +256,7 @@ def interleave(bucket, run, i, j):
         thread.join(60)
         assert not thread.is_alive()
 
-    compaction, erasure = Meeting(bucket, i, stop), Meeting(bucket, j, finish)
+    compaction, erasure = InterruptingBucket(bucket, i, stop), InterruptingBucket(bucket, j, finish)
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     assert stopped.wait(60)
@@ -321,7 +294,7 @@ def test_two_erasures_of_users_of_one_object_leave_nothing_of_either():
         for at in itertools.count(1):
             bucket, run = stored()
             compact(bucket)
-            meeting = Meeting(
+            meeting = InterruptingBucket(
                 bucket, at, lambda b=bucket, r=run: forgotten(b, r, CAROL), after=after
             )
             forgotten(meeting, run, BOB)
@@ -334,7 +307,7 @@ def test_two_erasures_of_users_of_one_object_leave_nothing_of_either():
 def test_a_compaction_that_is_killed_anywhere_loses_nothing(each):
     for at in itertools.count(1, each):
         bucket, run = stored()
-        killed = Meeting(bucket, at, lambda: None, ends=0)
+        killed = InterruptingBucket(bucket, at, ends=0)
         try:
             compact(killed)
         except KilledError:

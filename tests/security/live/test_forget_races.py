@@ -5,6 +5,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 from forgotten_users import BOB, CAROL, everything_in, learned, tokens_of
+from interrupting_bucket import InterruptingBucket
 from live_answers import NOW, answer, config_of, put_rows, report
 
 from deltawire.errors import RetryError
@@ -16,7 +17,7 @@ from deltawire.live.learning.grouping import GroupMaker
 from deltawire.live.learning.learner import LiveGroups
 from deltawire.live.learning.records import LiveRecords
 from deltawire.rl.control.lineages import read_lineages
-from deltawire.store import DelegatingBucket, open_bare_bucket
+from deltawire.store import open_bare_bucket
 from deltawire.testing.tiny import start_run
 from deltawire.wire import keys
 from deltawire.wire.captures import Capture, Feedback, encode_row
@@ -25,27 +26,19 @@ from deltawire.wire.rollouts import decode_group
 OWNERS = {2: BOB, 3: CAROL}
 
 
-class Meeting(DelegatingBucket):
-    """Calls ``meet`` once, before its ``at``-th request or after it.
+class Faulty(InterruptingBucket):
+    """If the interrupted request is a write, its answer may be ``lost``; with ``short``, the next
+    listing of the users who were forgotten shows none."""
 
-    If that is a write, its answer may be ``lost``; with ``short``, the next listing of the users
-    who were forgotten shows none.
-    """
-
-    def __init__(self, inner, at, meet, *, after=False, fault=""):
-        super().__init__(inner)
-        self.left, self.meet, self.after, self.fault = at, meet, after, fault
+    def __init__(self, inner, at, interrupt, *, after=False, fault=""):
+        super().__init__(inner, at, interrupt, after=after)
+        self.fault = fault
 
     def _call(self, verb, key, operation):
-        self.left -= 1
-        if self.left < 0 and (self.fault, verb, key) == ("short", "list", keys.LIVE_FORGOTTEN):
+        if self.left <= 0 and (self.fault, verb, key) == ("short", "list", keys.LIVE_FORGOTTEN):
             self.fault = ""
             return []
-        if self.left == 0 and not self.after:
-            self.meet()
-        found = operation()
-        if self.left == 0 and self.after:
-            self.meet()
+        found = super()._call(verb, key, operation)
         if self.left == 0 and self.fault == "lost" and verb in ("create", "put"):
             raise RetryError("no answer")
         return found
@@ -65,7 +58,7 @@ def test_an_erasure_at_any_request_of_an_upload_leaves_nothing(tmp_path, after):
     for at in itertools.count(1):
         bucket = open_bare_bucket("memory://")
         run = start_run(bucket)
-        meeting = Meeting(bucket, at, lambda b=bucket, r=run: forget_user(b, r, BOB), after=after)
+        meeting = Faulty(bucket, at, lambda b=bucket, r=run: forget_user(b, r, BOB), after=after)
         spools = [
             Spool(tmp_path / f"{at}-{name}", limit_bytes=1 << 20) for name in ("answers", "reports")
         ]
@@ -108,7 +101,7 @@ def test_an_erasure_at_any_request_of_a_learner_leaves_nothing(after, fault):
             [report(n, user=OWNERS.get(n), value=float(n % 3 == 0)) for n in numbers],
         )  # fmt: skip
         found = []
-        meeting = Meeting(
+        meeting = Faulty(
             bucket, at, lambda b=bucket, r=run, f=found: f.append(forget_user(b, r, BOB)),
             after=after, fault=fault,
         )  # fmt: skip
@@ -147,7 +140,7 @@ def test_two_erasures_at_once_leave_nothing_of_either(after, ended):
         bucket = open_bare_bucket("memory://")
         run = start_run(bucket)
         learned(bucket, {2: BOB, 3: CAROL, 6: CAROL, 7: BOB})
-        meeting = Meeting(bucket, at, lambda b=bucket, r=run: forget(b, r, CAROL), after=after)
+        meeting = Faulty(bucket, at, lambda b=bucket, r=run: forget(b, r, CAROL), after=after)
         mine = forget(meeting, run, BOB)
         if meeting.left > 0:
             break
