@@ -50,9 +50,8 @@ OTHER = Setting(
     home=2, away=1, slots=12, group_size=2, groups_per_step=24, anchor_every=6, checkpoint_every=4,
     hidden_size=256, latencies_s=(0.05, 0.3),
 )  # fmt: skip
-"""A run that differs from it in all of this. It corrected no formula. Its anchors and states were
-changed twice: states came after three versions before the first counts were seen, and anchors after
-eight before windows had whole cycles; now both come together in every twelfth version only."""
+"""A run that differs from it in all of this, and corrected no formula. Anchors and states come
+together in every twelfth version only."""
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):

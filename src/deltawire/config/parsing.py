@@ -168,8 +168,8 @@ def _lineages_fault(config: RunConfig) -> tuple[str, str] | None:
     days, age_s = config.retain.lineage_days, config.live.max_age_s
     if not days or days * 86_400.0 >= age_s:
         return None
-    reason = f"retain.lineage_days = {days:g} forgets which answers were trained on before they "
-    reason += f"are too old for it (live.max_age_s = {age_s:g})"
+    reason = f"retain.lineage_days = {days:g} is shorter than live.max_age_s = {age_s:g} s, so an "
+    reason += "answer could be trained on twice"
     return reason, f"set retain.lineage_days to {age_s / 86_400.0:.3g} or more"
 
 

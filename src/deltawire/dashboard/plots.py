@@ -260,7 +260,7 @@ def _keep_to_shares(axes: Any) -> None:
     room = 0.05 * (high - low)
     axes.set_ylim(max(low, -room), min(high, 1 + room))
     low, high = axes.get_ylim()
-    # Several ticks of a narrow range would else be alike: some six are drawn.
+    # Enough digits that about six ticks of a narrow range have distinct labels.
     digits = min(max(0, -math.floor(math.log10(100 * max(high - low, 1e-9) / 6))), 6)
     axes.yaxis.set_major_formatter(
         lambda value, _: f"{100 * value:.{digits}f} %" if -1e-9 < value < 1 + 1e-9 else ""

@@ -52,7 +52,7 @@ from deltawire.runtime.fleet import Fleet, read_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.needs import config_of
 from deltawire.store import Bucket
-from deltawire.store.retrying import repeating_once
+from deltawire.store.retrying import with_one_retry
 from deltawire.sync import newest_version, read_run
 from deltawire.sync.chain.version_poller import VersionPoller
 from deltawire.wire import keys
@@ -234,7 +234,7 @@ class Watch:
     requests suffice. It is made from the objects of all processes with ``stored`` false or another
     ``window_s``, in signed runs, and where the stored status is old or damaged. ``retrying`` is the
     same bucket with retries, where ``bucket`` has none: the run itself, without which there is no
-    status, is read from it, and once more, because a view that waits shows nothing.
+    status, is read from it with at most one retry, because a view that waits shows nothing.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Watch:
         retrying: Bucket | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._retrying = repeating_once(retrying or bucket)
+        self._retrying = bucket if retrying is None else with_one_retry(retrying)
         self._stored = stored and window_s == WINDOW_S
         self._bucket = bucket
         self._window_s = window_s

@@ -35,7 +35,7 @@ def show_status(
     bucket = open_trusted(location, trust)
     # A view that is renewed shows that the store does not answer instead of waiting for it.
     once = without_retries(bucket) if watch else bucket
-    source = Watch(once, window_s=window_s, retrying=bucket)
+    source = Watch(once, window_s=window_s, retrying=bucket if watch else None)
     console = Console()
     if not watch:
         _print(console, source.poll(), as_json=as_json)

@@ -149,7 +149,7 @@ def _row(members: dict[str, Any], name: str, one: DumpFormat, number: int, where
     if one.padding and members.get(one.padding) is not None:
         prompt = _real(prompt, _numbers(one.padding, members[one.padding], where), one, where)
     if not prompt and len(tokens) == len(logprobs) == len(mask):
-        # Nothing comes before the first token, so it is what the others follow.
+        # Without a prompt, the first token serves as the prompt.
         prompt, tokens, logprobs, mask = tokens[:1], tokens[1:], logprobs[1:], mask[1:]
     text, version = _first(members, _TEXT), members.get("version")
     return DumpRow(

@@ -47,10 +47,16 @@ from deltawire.serving.bodies import (
 )
 from deltawire.serving.client_keys import CLIENT, ClientKeys
 from deltawire.serving.contract import read_request
-from deltawire.serving.errors import SERVER_ERROR, Handler, answer_errors, error_answer
+from deltawire.serving.errors import (
+    SERVER_ERROR,
+    ClientGoneError,
+    Handler,
+    answer_errors,
+    error_answer,
+)
 from deltawire.serving.replica_set import ReplicaSet, TrackedReplica
 from deltawire.serving.request_ids import HEADER, REQUEST_ID, name_request, state_request_id
-from deltawire.serving.tracing import ClientGoneError, Traces, open_traces
+from deltawire.serving.tracing import Traces, open_traces
 
 BUSY = 425
 """The hosted services' status for new requests while all replicas drain to change weights."""
@@ -60,6 +66,8 @@ NOT_IMPLEMENTED = 501
 HEADER_WITHIN_S = 30.0
 """Also how long a connection may stay idle between two requests."""
 WRITE_WITHIN_S = 60.0
+SMALL = 16 << 10
+"""Bytes of a write that needs no timer if nothing waits before it."""
 
 _LOG = logging.getLogger("deltawire.serving")
 
@@ -507,16 +515,16 @@ async def _exchange(
             passed = headers_for(request, member, upstream)
             answer = web.StreamResponse(status=upstream.status, headers=passed)
             await answer.prepare(request)
-            await _pass_on(answer, first)
+            await write_to_client(request, answer, first)
             async for chunk in pieces:
-                await _pass_on(answer, chunk)
+                await write_to_client(request, answer, chunk)
             await answer.write_eof()
             if upstream.status < SERVER_ERROR:
                 tries.answered(member, upstream.status)
             return answer
     except aiohttp.ClientConnectorError:
         raise
-    except _SlowClient as error:
+    except ClientGoneError as error:
         return break_off(request, member, answer, error)
     except (aiohttp.ClientError, TimeoutError) as error:
         if request.transport is not None and not request.transport.is_closing():
@@ -525,16 +533,18 @@ async def _exchange(
         return break_off(request, member, answer, error)
 
 
-class _SlowClient(ClientGoneError):  # noqa: N818  (it names an event of a request)
-    """The client took no more of its answer in time."""
-
-
-async def _pass_on(answer: web.StreamResponse, chunk: bytes) -> None:
+async def write_to_client(request: web.Request, answer: web.StreamResponse, data: bytes) -> None:
+    """Writes a part of an answer; raises `ClientGoneError` if the client closed the connection, or
+    did not take it within `WRITE_WITHIN_S`."""
+    transport = request.transport
     try:
+        if transport is not None and len(data) < SMALL and not transport.get_write_buffer_size():
+            await answer.write(data)  # The client took everything before: this does not wait.
+            return
         async with asyncio.timeout(WRITE_WITHIN_S):
-            await answer.write(chunk)
-    except TimeoutError as error:
-        raise _SlowClient from error
+            await answer.write(data)
+    except (TimeoutError, ConnectionError) as error:
+        raise ClientGoneError from error
 
 
 def with_model(body: bytes, model: str) -> bytes:

@@ -21,6 +21,11 @@ from deltawire.errors import BugError, DeltawireError, InputError, RetryError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+
+class ClientGoneError(Exception):
+    """The client took no more of its answer. It says nothing about the replica."""
+
+
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 SERVER_ERROR = 500

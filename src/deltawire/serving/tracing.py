@@ -17,14 +17,11 @@ from typing import Any
 
 from aiohttp import web
 
+from deltawire.serving.errors import ClientGoneError
 from deltawire.serving.request_ids import REQUEST_ID, Handler
 
 SERVER_ERROR = 500
 CLIENT_LEFT = 499
-
-
-class ClientGoneError(Exception):
-    """The client took no more of its answer. It says nothing about the replica."""
 
 
 class Traces:

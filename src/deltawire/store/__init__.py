@@ -11,7 +11,7 @@ from deltawire.store.retrying import (
     RetryingBucket,
     RetryPolicy,
     WriterBucket,
-    with_policy,
+    with_retry_policy,
     without_retries,
 )
 from deltawire.store.traffic import Traffic, traffic
@@ -34,6 +34,6 @@ __all__ = [
     "overwrites_on_create",
     "require_bucket",
     "traffic",
-    "with_policy",
+    "with_retry_policy",
     "without_retries",
 ]

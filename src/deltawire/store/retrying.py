@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from deltawire.errors import RetryError, ThrottledError
-from deltawire.store.bucket import Bucket
+from deltawire.store.bucket import Bucket, require_bucket
 from deltawire.store.delegating import DelegatingBucket, Verb
 from deltawire.store.lanes import current_lane, in_lane, repeated
 from deltawire.store.traffic import count
@@ -184,7 +184,7 @@ def without_retries(bucket: Bucket) -> Bucket:
     return _changed(bucket, lambda _, inner: inner)
 
 
-def with_policy(bucket: Bucket, policy: Callable[[RetryPolicy], RetryPolicy]) -> Bucket:
+def with_retry_policy(bucket: Bucket, policy: Callable[[RetryPolicy], RetryPolicy]) -> Bucket:
     """Returns ``bucket`` with its retries by ``policy(its policy)``; one without retries stays, and
     so does one whose policy is the same afterwards. Raises as `without_retries` does."""
 
@@ -196,13 +196,19 @@ def with_policy(bucket: Bucket, policy: Callable[[RetryPolicy], RetryPolicy]) ->
     return _changed(bucket, change)
 
 
-def repeating_once(bucket: Bucket) -> Bucket:
+def with_one_retry(bucket: Bucket) -> Bucket:
     """Returns ``bucket`` with one repetition at most, and none of requests that are refused."""
-    return with_policy(bucket, lambda policy: replace(policy, retries=1, throttled_s=0.0))
+
+    def once(policy: RetryPolicy) -> RetryPolicy:
+        # Refusals are not waited out, also by a clock that stands still.
+        return replace(policy, retries=min(policy.retries, 1), throttled_s=-1.0)
+
+    return with_retry_policy(bucket, once)
 
 
 def _changed(bucket: Bucket, change: Callable[[RetryingBucket, Bucket], Bucket]) -> Bucket:
     if not isinstance(bucket, DelegatingBucket):
+        require_bucket(bucket)
         return bucket
     inner = _changed(bucket.inner, change)
     if isinstance(bucket, RetryingBucket):

@@ -48,7 +48,7 @@ LIVE_LINEAGE = "live/lineage/"
 LIVE_COMPACTED = "live/compacted/"
 LIVE_INDEX = "live/index/"
 LIVE_COMPACTING = "live/compacting/"
-LINEAGE_PLACES = (
+LINEAGE_PREFIXES = (
     LIVE_LINEAGE,
     f"{LIVE_COMPACTED}lineage/",
     f"{LIVE_INDEX}lineage/",
@@ -200,13 +200,19 @@ def rollout(worker: str, sequence: int) -> str:
     return f"{ROLLOUTS}{_checked(worker)}/{_number(sequence)}"
 
 
+def owner_and_number(key: str, prefix: str) -> tuple[str, int] | None:
+    """Returns the owner and the number of a key like ``<prefix><owner>/0000000007``; None for any
+    other key, such as ``0000000007.tmp``."""
+    owner, _, _ = key.removeprefix(prefix).partition("/")
+    number = trailing_number(key)
+    if number is None or not valid_name(owner) or key != f"{prefix}{owner}/{number:010d}":
+        return None
+    return owner, number
+
+
 def group_of(key: str) -> tuple[str, int] | None:
     """Worker and sequence of a group's key, None for any other key."""
-    worker, _, _ = key.removeprefix(ROLLOUTS).partition("/")
-    sequence = trailing_number(key)
-    if sequence is None or not valid_name(worker) or key != rollout(worker, sequence):
-        return None
-    return worker, sequence
+    return owner_and_number(key, ROLLOUTS)
 
 
 def rollouts_of(worker: str) -> str:
@@ -460,11 +466,7 @@ def live_lineage(worker: str, sequence: int) -> str:
 
 def lineage_of(key: str) -> tuple[str, int] | None:
     """Returns worker and sequence in the key of a lineage; None for any other key."""
-    worker, _, _ = key.removeprefix(LIVE_LINEAGE).partition("/")
-    sequence = trailing_number(key)
-    if sequence is None or not valid_name(worker) or key != live_lineage(worker, sequence):
-        return None
-    return worker, sequence
+    return owner_and_number(key, LIVE_LINEAGE)
 
 
 def live_segments(stream: str, owner: str) -> str:

@@ -84,7 +84,7 @@ def role_for(key: str) -> str | None:
     if key.startswith(keys.REFERENCES):
         return REFERENCE_ROLE
     if key.startswith(keys.LIVE):
-        for place in keys.LINEAGE_PLACES:
+        for place in keys.LINEAGE_PREFIXES:
             if key.startswith(place):
                 return worker_role(key.removeprefix(place).partition("/")[0])
         return GATEWAY_ROLE

@@ -124,16 +124,30 @@ def test_evaluators_begin_with_the_first_version_of_the_fork(parent, tmp_path):
         give_later_groups(fork, 2, 3)
         train(fork, to=4)
         assert first_version(fork, read_run(fork)) == VERSION
-    process = Process(fork, "evaluator", "evaluator", supervised=False)
-    run_evaluator(process)
-    process.events.flush()
-    measured = [one.version for one in events_of(fork, "evaluator") if isinstance(one, Evaluated)]
-    assert measured[-1] == 4
+    assert evaluate(fork)[-1] == 4
     # One that is started after retention has measured nothing yet.
     prune(anchored, read_run(anchored), cutoff=4, grace_s=0)
     first = first_version(anchored, read_run(anchored))
     assert first > 0
     assert load_mirror(anchored, read_run(anchored), at=first).version == first
+
+
+def test_an_evaluator_that_stood_still_goes_on_with_what_retention_kept(tmp_path):
+    run = start_with_groups(tmp_path, groups=4, train=TRAIN | {"anchor_every": 1})
+    train(run, to=1)
+    assert evaluate(run)[-1] == 1
+    train(run, to=4)
+    prune(run, read_run(run), cutoff=4, grace_s=0)
+    assert first_version(run, read_run(run)) == 2
+    assert evaluate(run)[-1] == 4
+
+
+def evaluate(run):
+    """Runs an evaluator to the run's end; returns the versions that were measured."""
+    process = Process(run, "evaluator", "evaluator", supervised=False)
+    run_evaluator(process)
+    process.events.flush()
+    return sorted(one.version for one in events_of(run, "evaluator") if isinstance(one, Evaluated))
 
 
 def test_other_settings_make_other_bits(parent, capsys):

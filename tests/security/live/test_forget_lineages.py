@@ -342,7 +342,7 @@ def test_users_stay_in_lineages_of_groups_that_a_trainer_needs():
 def test_lineages_that_a_worker_forged_are_deleted_unread():
     bucket, run = stored()
     compact(bucket)
-    for place in keys.LINEAGE_PLACES:
+    for place in keys.LINEAGE_PREFIXES:
         bucket.put(f"{place}evil/{keys.live_compacted_name(0, 1, '0' * 32)}", b"junk")
     bucket.put(keys.live_lineage("evil", 0), b"junk")
     forget_pseudonyms(bucket, run, [BOB], no_learners=["evil"])

@@ -489,3 +489,10 @@ def test_a_renewed_view_outlasts_one_lost_request_for_its_run():
     with pytest.raises(RetryError):
         watch.poll()
     assert len(faulty.operations) - before == 2, "it shows an outage and does not wait for its end"
+
+
+def test_a_single_look_outlasts_faults_of_the_store(bucket):
+    faulty = FaultyBucket(bucket)
+    watch = Watch(RetryingBucket(faulty, RetryPolicy(first_pause_s=0.0)))
+    faulty.fail("get", keys.RUN, times=3)
+    assert watch.poll().name

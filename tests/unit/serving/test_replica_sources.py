@@ -227,7 +227,7 @@ def test_a_file_is_read_up_to_a_size_and_each_url_counts_once(tmp_path):
         ReplicaFile(str(path)).read()
 
 
-def test_two_reads_in_a_row_that_a_fault_parts_are_not_two(bucket, tmp_path, caplog, monkeypatch):
+def test_a_failed_read_resets_the_agreement_of_two_reads(bucket, tmp_path, caplog, monkeypatch):
     async def idle(self):
         """Reads nothing between the test's own reads."""
 

@@ -16,7 +16,7 @@ from deltawire.store import (
     RetryPolicy,
     open_bare_bucket,
     open_bucket,
-    with_policy,
+    with_retry_policy,
     without_retries,
 )
 from deltawire.store.retrying import writer_pause_s
@@ -189,7 +189,7 @@ def test_a_layer_that_cannot_be_moved_is_neither_left_out_nor_left_alone():
         with pytest.raises(BugError, match="Fixed has no with_inner"):
             without_retries(bucket)
         with pytest.raises(BugError, match="Fixed has no with_inner"):
-            with_policy(bucket, lambda policy: replace(policy, retries=1))
+            with_retry_policy(bucket, lambda policy: replace(policy, retries=1))
     lone = Fixed(open_bare_bucket("memory://"))
     assert without_retries(RetryingBucket(lone)) is lone
     assert without_retries(lone) is lone
@@ -229,12 +229,12 @@ def test_an_outage_interrupts_the_retries_below_a_meter():
 
 def test_another_policy_reaches_the_retries_below_other_layers():
     bucket, faulty = signed_over_faulty()
-    changed = with_policy(bucket, lambda policy: replace(policy, retries=1))
+    changed = with_retry_policy(bucket, lambda policy: replace(policy, retries=1))
     assert isinstance(changed, SignedBucket)
     faulty.fail("put", times=2)
     with pytest.raises(RetryError):
         changed.put("a", b"1")
-    assert with_policy(faulty, lambda policy: policy) is faulty
+    assert with_retry_policy(faulty, lambda policy: policy) is faulty
 
 
 def test_only_opening_a_bucket_adds_retries():

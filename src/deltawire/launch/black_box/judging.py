@@ -135,9 +135,8 @@ def nearer_payoff(given: Floats, first: Floats, second: Floats, noise: Floats) -
 
 ROUNDS = 3
 """How often tokens are drawn after one cached prompt. An endpoint may give the same ones each time,
-which is no further evidence: with identical repeats after 4 to 24 prompts, whose mean is at the
-limit and whose payoffs have a standard deviation of .15 or .25, three rounds were wrong in at most
-.00075 of 4,000 looks, twelve after 8 prompts in .075, where .0025 is allowed."""
+which is no further evidence. Three rounds keep the error where all answers are repeated, which a
+drill of `tests/unit/launch/black_box` simulates; twelve rounds after eight prompts do not."""
 
 
 class EndpointTests:

@@ -5,7 +5,7 @@ trapezoid takes a step's part as ½ (∇B(θₖ₋₁) + ∇B(θₖ)) · (θₖ 
 change up to a residual, which is shown, and each is also a sum over layers. A part that misses
 the change at its ends by much, as that of a very large step does, is integrated again along the
 straight line between both versions: by Boole's rule on one panel of five points, then on twice as
-many panels, until it misses it no longer or `MOST_PANELS` are taken.
+many panels, until the error is within tolerance or `MAX_PANELS` are used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MISSED = 0.01
 """The share of the whole change by which a part may miss the change at its ends."""
 BOOLE = ((0, 7 / 90), (1, 32 / 90), (2, 12 / 90), (3, 32 / 90), (4, 7 / 90))
 """The points of a panel, in fourths of its length, and their weights."""
-MOST_PANELS = 16
+MAX_PANELS = 16
 """65 gradients for one step. One at a hundred times the learning rate missed 24 % of the change
 with one panel."""
 
@@ -174,7 +174,7 @@ def _along_line(
     moved = {name: one.detach() - start[name] for name, one in trained.items()}
 
     @cache  # Twice as many panels have all points of the ones before.
-    def slopes_at(place: float) -> dict[str, float]:
+    def derivatives_at(place: float) -> dict[str, float]:
         """Returns the gradient at a place of the line times the step, by layer."""
         with torch.no_grad():
             for name, one in trained.items():
@@ -189,19 +189,21 @@ def _along_line(
                 slopes[where] = slopes.get(where, 0.0) + float(slope)
         return slopes
 
-    panels, layers = 1, _by_panels(slopes_at, 1)
-    while panels < MOST_PANELS and abs(step.change - sum(layers.values())) > allowed:
+    panels, layers = 1, _composite_boole(derivatives_at, 1)
+    while panels < MAX_PANELS and abs(step.change - sum(layers.values())) > allowed:
         panels *= 2
-        layers = _by_panels(slopes_at, panels)
+        layers = _composite_boole(derivatives_at, panels)
     model.forget()
     return layers
 
 
-def _by_panels(slopes_at: Callable[[float], dict[str, float]], panels: int) -> dict[str, float]:
+def _composite_boole(
+    derivatives_at: Callable[[float], dict[str, float]], panels: int
+) -> dict[str, float]:
     """Returns Boole's rule on panels of equal length, by layer."""
     layers: dict[str, float] = {}
     for panel in range(panels):
         for point, weight in BOOLE:
-            for where, slope in slopes_at((panel + point / 4) / panels).items():
+            for where, slope in derivatives_at((panel + point / 4) / panels).items():
                 layers[where] = layers.get(where, 0.0) + weight / panels * slope
     return layers

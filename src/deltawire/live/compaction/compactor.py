@@ -134,7 +134,7 @@ class StreamCompactor:
         if index.oldest >= before - (EXPIRED_ROWS_S if index.newest >= before else 0.0):
             return 0
         rows = self._rows_of.compacted(self._bucket, place) or []
-        left = self._rows_of.younger(self._bucket, rows, before)
+        left = self._rows_of.without_expired(self._bucket, rows, before)
         if len(left) < len(rows):
             replace_compacted(self._bucket, self._rows_of, place, left)
         return len(rows) - len(left)

@@ -1,11 +1,11 @@
 """Lineages as rows of compaction: a row has several users, and stays without those forgotten.
 
 An erasure finds a user's groups by the lineages, names them in its record, deletes them, and only
-then takes the user out of the lineages. So whoever stores a lineage in a compacted segment leaves
-out a user only if the record names the group and nothing of the group is left: then that erasure,
-which may run at the same time, has done its work with this lineage.
+then takes the user out of the lineages. Compaction therefore removes a user from a lineage only if
+the erasure's record names the group and the group is no longer stored. The erasure, which may run
+at the same time, has then finished with this lineage.
 
-Only lineages are compacted whose groups a checkpoint of the trainer settled (`settled_below`): no
+Only lineages of groups that a checkpoint of the trainer settled are compacted (`settled_below`): no
 learner stores such a group again, no erasure takes a user out of it, and no trainer needs it.
 """
 
@@ -94,7 +94,9 @@ class LineageRows:
         found = [row if self._is_kept(row) else _without(row, users) for row in rows]
         return rows if all(map(_is, found, rows)) else found
 
-    def unerased(self, bucket: Bucket, rows: Sequence[NumberedRow]) -> Sequence[NumberedRow]:
+    def without_forgotten(
+        self, bucket: Bucket, rows: Sequence[NumberedRow]
+    ) -> Sequence[NumberedRow]:
         """Leaves out users whose erasure is done with the group."""
         forgotten = forgotten_users(bucket) | forgotten_users(bucket)
         lineages = [_lineage(row) for row in rows]
@@ -114,7 +116,7 @@ class LineageRows:
             for row, lineage in zip(rows, lineages, strict=True)
         ]
 
-    def younger(
+    def without_expired(
         self, bucket: Bucket, rows: Sequence[NumberedRow], before: float
     ) -> Sequence[NumberedRow]:
         """Leaves out the lineages from before a time of whose group nothing is left."""

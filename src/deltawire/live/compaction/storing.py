@@ -56,7 +56,7 @@ def store_compacted(
         name = keys.live_compacted_name(min(numbers), max(numbers), secrets.token_hex(16))
         place = CompactedName(rows_of.stream, owner, name)
         bucket.create(place.announcement_key, b"")
-        kept = list(rows_of.unerased(bucket, rows))
+        kept = list(rows_of.without_forgotten(bucket, rows))
         if kept and not _store(bucket, rows_of, place, kept):
             continue  # An erasure made both void; they stay until they are old.
         bucket.delete(place.announcement_key)

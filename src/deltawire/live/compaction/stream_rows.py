@@ -48,11 +48,13 @@ class StreamRows(Protocol):
     def without(self, rows: Sequence[NumberedRow], users: Collection[str]) -> Sequence[NumberedRow]:
         """Returns the rows without these users; the same rows if they hold none of them."""
 
-    def unerased(self, bucket: Bucket, rows: Sequence[NumberedRow]) -> Sequence[NumberedRow]:
+    def without_forgotten(
+        self, bucket: Bucket, rows: Sequence[NumberedRow]
+    ) -> Sequence[NumberedRow]:
         """Returns the rows without users whose erasure has taken them out of these rows, or will
         not look for them there any more. Raises `RetryError` and `UnreadableError`."""
 
-    def younger(
+    def without_expired(
         self, bucket: Bucket, rows: Sequence[NumberedRow], before: float
     ) -> Sequence[NumberedRow]:
         """Returns the rows without those from before a time that nothing needs any more. Raises
@@ -127,12 +129,14 @@ class ServedRows:
         kept = [row for row in rows if self._facts(row).user not in users]
         return rows if len(kept) == len(rows) else kept
 
-    def unerased(self, bucket: Bucket, rows: Sequence[NumberedRow]) -> Sequence[NumberedRow]:
-        """Leaves out the rows of users who were forgotten, by two listings: one that came back
-        short leaves nobody in."""
+    def without_forgotten(
+        self, bucket: Bucket, rows: Sequence[NumberedRow]
+    ) -> Sequence[NumberedRow]:
+        """Leaves out the rows of forgotten users. They are listed twice, so that one incomplete
+        listing cannot keep a user."""
         return self.without(rows, forgotten_users(bucket) | forgotten_users(bucket))
 
-    def younger(
+    def without_expired(
         self, bucket: Bucket, rows: Sequence[NumberedRow], before: float
     ) -> Sequence[NumberedRow]:
         """Leaves out the rows from before a time."""

@@ -148,7 +148,7 @@ def forget_pseudonyms(
 def _delete_forged(bucket: Bucket, workers: Iterable[str]) -> None:
     """Deletes all lineages of these workers, unread."""
     for name in workers:
-        for prefix in keys.LINEAGE_PLACES:
+        for prefix in keys.LINEAGE_PREFIXES:
             for key in listed_twice(bucket, f"{prefix}{name}/"):
                 bucket.delete(key)
 

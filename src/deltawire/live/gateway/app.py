@@ -40,7 +40,7 @@ from deltawire.live.gateway.client_forms import ChatForm, ClientForm
 from deltawire.live.gateway.content_filter import ContentFilter
 from deltawire.live.gateway.exchange import EXCHANGE, FAILURES, LiveExchange
 from deltawire.live.gateway.model_names import ModelNames
-from deltawire.live.gateway.options import refuse_many, refuse_options, refuse_values
+from deltawire.live.gateway.options import check_choice_count, check_option_values, refuse_options
 from deltawire.live.gateway.recorder import Recorder
 from deltawire.live.gateway.requests import AskedAnswer, decode_body, read_asked
 from deltawire.live.gateway.responses import ResponseForm, chat_of
@@ -249,10 +249,10 @@ class LiveCalls:
         if route == RESPONSES:
             form, body = ResponseForm(body), chat_of(body)
         members = request.app[REPLICAS].members
-        refuse_values(body, chat=route != COMPLETIONS)
+        check_option_values(body, chat=route != COMPLETIONS)
         refuse_options(body, {m.held.engine for m in members if m.held is not None})
         asked = read_asked(body, chat=route != COMPLETIONS, defaults=self._defaults)
-        refuse_many(asked.choices)
+        check_choice_count(asked.choices)
         return asked, form
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:

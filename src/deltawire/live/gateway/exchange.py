@@ -45,20 +45,17 @@ from deltawire.live.gateway.shadow import facts_of
 from deltawire.serving.app import (
     REPLICAS,
     SESSION,
-    WRITE_WITHIN_S,
     Tries,
     break_off,
     call_replica,
     headers_for,
+    write_to_client,
 )
-from deltawire.serving.errors import SERVER_ERROR, error_answer, error_body
+from deltawire.serving.errors import SERVER_ERROR, ClientGoneError, error_answer, error_body
 from deltawire.serving.replica_set import TrackedReplica
-from deltawire.serving.tracing import ClientGoneError
 from deltawire.wire.captures import FAILED, FILTERED, LEFT, TIMED_OUT
 
 MAX_ANSWER_BYTES = 64 << 20
-AT_ONCE = 16 << 10
-"""A smaller piece goes into the empty buffer of a connection without waiting."""
 FAILURES = frozenset({408, 425, 429})
 """Lower statuses by which a replica, or this server for it, does not answer what it could."""
 UPSTREAM_FAULTS = frozenset({401, 402})
@@ -98,10 +95,6 @@ class _StreamEvents:
 
 class _FilterFailed(Exception):  # noqa: N818  (no replica failed)
     """The content filter did not answer, and nothing may be shown without it."""
-
-
-class _ClientLeft(ClientGoneError):  # noqa: N818  (it names an event of a request)
-    """The client took no more of its answer."""
 
 
 class LiveExchange:
@@ -255,10 +248,10 @@ class LiveExchange:
                 return answer
         except aiohttp.ClientConnectorError:
             raise
-        except (aiohttp.ClientError, TimeoutError, CorruptError, _ClientLeft) as error:
+        except (aiohttp.ClientError, TimeoutError, CorruptError, ClientGoneError) as error:
             # The replica's answer, not an object: the user's connection ends, and it is counted.
             transport = request.transport
-            if isinstance(error, _ClientLeft) or transport is None or transport.is_closing():
+            if isinstance(error, ClientGoneError) or transport is None or transport.is_closing():
                 self.end(LEFT, "the client left")
             else:
                 tries.may_retry &= answer is None
@@ -343,7 +336,7 @@ class LiveExchange:
                 self._hold(sum(map(len, pieces_of)))
                 checked += pieces_of
             elif shown:
-                await _write(request, answer, self._events_of(shown))
+                await write_to_client(request, answer, self._events_of(shown))
             asked = time.monotonic()
             chunk = await anext(pieces, b"")
             waited_s += time.monotonic() - asked
@@ -352,12 +345,14 @@ class LiveExchange:
         try:
             last, receipts = await self._filtered_stream(request, reader, found.held)
         except _FilterFailed as error:
-            await _write(request, answer, self._form.failed(str(error)))
+            await write_to_client(request, answer, self._form.failed(str(error)))
         else:
             for start in range(0, len(checked) if last is found.held else 0, PIECES_AT_ONCE):
                 part = checked[start : start + PIECES_AT_ONCE]
-                await _write(request, answer, self._events_of(map(msgspec.msgpack.decode, part)))
-            await _write(request, answer, self._form.end(last, self._member(receipts)))
+                await write_to_client(
+                    request, answer, self._events_of(map(msgspec.msgpack.decode, part))
+                )
+            await write_to_client(request, answer, self._form.end(last, self._member(receipts)))
         await answer.write_eof()
 
     def _hold(self, size: int) -> None:
@@ -499,21 +494,6 @@ def _is_final(chunk: Mapping[str, Any]) -> bool:
     """Returns whether a chunk ends a choice, or tells of all of them."""
     rows = chunk.get("choices") or ()
     return not rows or any(row.get("finish_reason") for row in rows)
-
-
-async def _write(request: web.Request, answer: web.StreamResponse, data: bytes) -> None:
-    transport = request.transport
-    if transport is not None and len(data) < AT_ONCE and not transport.get_write_buffer_size():
-        try:
-            await answer.write(data)  # The client took everything before: this does not wait.
-        except ConnectionError as error:
-            raise _ClientLeft from error
-        return
-    try:
-        async with asyncio.timeout(WRITE_WITHIN_S):
-            await answer.write(data)
-    except (TimeoutError, ConnectionError) as error:
-        raise _ClientLeft from error
 
 
 async def _read_answer(pieces: AsyncIterator[bytes]) -> bytes:

@@ -117,7 +117,7 @@ _INSTEAD = {
 
 MOST_ANSWERS = 128
 """Answers to one request, at most, as at OpenAI's API."""
-MOST_ASKED = 2048
+MAX_CHOICES = 2048
 """Choices of a completion with several prompts, at most."""
 _WHOLE = {
     "n": (1, MOST_ANSWERS),
@@ -129,7 +129,7 @@ _WHOLE = {
 _REAL = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
-def refuse_values(body: Mapping[str, Any], *, chat: bool = True) -> None:
+def check_option_values(body: Mapping[str, Any], *, chat: bool = True) -> None:
     """Raises `RequestError` for a value of another type or range than OpenAI's API takes, where a
     replica could answer in a form that was not asked for, or fail: its arm would be blamed. A
     completion with ``echo`` may ask for no token: it scores its prompt."""
@@ -139,7 +139,7 @@ def refuse_values(body: Mapping[str, Any], *, chat: bool = True) -> None:
             continue
         scores = name == "max_tokens" and not chat and body.get("echo") is True
         lowest = 0 if scores else least
-        refuse_whole(name, value, lowest, most)
+        check_integer(name, value, lowest, most)
     for name in _REAL:
         value = body.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float | None):
@@ -148,20 +148,20 @@ def refuse_values(body: Mapping[str, Any], *, chat: bool = True) -> None:
         raise _invalid("stream", "true or false", "invalid_type")
 
 
-def refuse_whole(name: str, value: Any, least: int, most: int) -> None:
+def check_integer(name: str, value: Any, least: int, most: int) -> None:
     """Raises `RequestError` for a value that is no whole number from ``least`` to ``most``."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _invalid(name, "a whole number", "invalid_type")
+        raise _invalid(name, "an integer", "invalid_type")
     if not least <= value <= most:
-        raise _invalid(name, f"from {least} to {most}", "invalid_value")
+        raise _invalid(name, f"an integer from {least} to {most}", "invalid_value")
 
 
-def refuse_many(choices: int) -> None:
-    """Raises `RequestError` for more choices than `MOST_ASKED`: ``n`` for each prompt of a
+def check_choice_count(choices: int) -> None:
+    """Raises `RequestError` for more choices than `MAX_CHOICES`: ``n`` for each prompt of a
     completion."""
-    if choices > MOST_ASKED:
+    if choices > MAX_CHOICES:
         raise RequestError(
-            f"n for each prompt makes {choices} answers, and at most {MOST_ASKED} are served",
+            f"the request asks for {choices} completions; the limit is {MAX_CHOICES}",
             hint="send the prompts in several requests",
             code="invalid_value",
             param="prompt",
@@ -169,7 +169,7 @@ def refuse_many(choices: int) -> None:
 
 
 def _invalid(name: str, wanted: str, code: str) -> RequestError:
-    return RequestError(f"{name} is not {wanted}", code=code, param=name)
+    return RequestError(f"{name} must be {wanted}", code=code, param=name)
 
 
 def refuse_options(body: Mapping[str, Any], engines: Collection[str]) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from deltawire.errors import CorruptError
 from deltawire.live.gateway.engine_tokens import MAX_TOKENS
-from deltawire.live.gateway.options import refuse_whole
+from deltawire.live.gateway.options import check_integer
 from deltawire.serving.errors import RequestError
 
 MAX_ITEMS = 4096
@@ -63,7 +63,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
         if name in _SAME or name in ("input", "instructions") or value is None:
             continue
         if name == "max_output_tokens":
-            refuse_whole(name, value, 1, MAX_TOKENS)  # A later check would say the chat's name.
+            check_integer(name, value, 1, MAX_TOKENS)  # A later check would say the chat's name.
             chat["max_completion_tokens"] = value
         elif name == "tools":
             chat["tools"] = _tools_of(value)

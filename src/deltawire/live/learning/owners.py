@@ -31,7 +31,7 @@ POLL_S = 3.0
 """Heartbeats are read so often."""
 HANDOVER_S = 15.0
 """More than a heartbeat's period, `POLL_S`, a turn of the learner and a slow request together."""
-STOOD_STILL_S = 3600.0
+CATCH_UP_AFTER_S = 3600.0
 """After so long without a look, compacted lineages are looked at too: lineages of a day may be
 compacted, also the newest (`deltawire.live.compaction.compactor.SETTLED_S`)."""
 MOST_READ = 512
@@ -126,7 +126,7 @@ class OtherLineages:
         now = self._clock()
         self._list()
         # The clock of the machine, since a monotonic one may stand while the machine sleeps.
-        if not 0 <= now - self._polled_at <= STOOD_STILL_S:
+        if not 0 <= now - self._polled_at <= CATCH_UP_AFTER_S:
             for worker in compacted_owners(self._bucket, "lineage"):
                 if worker != self._name:
                     self._note_gap(worker, self._read.get(worker))

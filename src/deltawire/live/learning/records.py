@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Set
 
 from deltawire.errors import CorruptError
 from deltawire.live.forgotten import forgotten_users
+from deltawire.live.learning.owners import has_gap
 from deltawire.runtime.compacted_segments import compacted_owners, newer_than, read_compacted
 from deltawire.store import Bucket
 from deltawire.wire import keys
@@ -97,8 +97,10 @@ class LiveRecords:
         for gateway in sorted(gateways):
             place = f"{prefix}{gateway}/"
             last = self._read.get(place)
-            listed = list(self._bucket.list(place, after=last))
-            if every or last is None or _has_gap(listed, last):
+            # A foreign object would hide all numbers that sort before it.
+            names = self._bucket.list(place, after=last)
+            listed = [key for key in names if keys.owner_and_number(key, prefix) is not None]
+            if every or has_gap(listed, last):
                 found += self._read_compacted(stream, gateway, kind, last)
             for key in listed:
                 found += self._read_segment(key, gateway, kind)
@@ -214,11 +216,3 @@ class LiveRecords:
         for answer, about in list(self.reports.items()):
             kept = {name: row for name, row in about.items() if row.user not in users}
             self.reports[answer] = kept
-
-
-def _has_gap(listed: Sequence[str], last: str | None) -> bool:
-    """Returns whether numbers are missing between the last segment that was read and those that
-    are listed: they may be compacted."""
-    numbers = [keys.trailing_number(key) for key in (*([last] if last else ()), *listed)]
-    found = [number for number in numbers if number is not None]
-    return any(after != before + 1 for before, after in itertools.pairwise(found))

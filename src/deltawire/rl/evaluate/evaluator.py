@@ -27,6 +27,7 @@ from deltawire.runtime.fleet import known_trainer
 from deltawire.runtime.lines import line_bucket
 from deltawire.runtime.process import Process, StopAskedError
 from deltawire.sync.chain.first_version import first_version
+from deltawire.sync.chain.objects import newest_retention_floor
 from deltawire.wire.run import Run
 
 Estimator = Callable[[ServedPolicy, Callable[[str], None]], OffPolicyEstimate | None]
@@ -246,8 +247,8 @@ class _HeldoutFollower:
             engine="transformers",
             seed=config.seed,
             slots=config.evaluate.slots,
-            # Of a fork, and after retention, versions before that are not there.
-            at=max([first_version(process.bucket, run), *self._done]),
+            # Of a fork, and after retention, version 0 is not there.
+            at=self._begin(run),
             weights=config.rollout.weights,
             stepwise=True,  # Every due version is measured, even if several arrive at once.
         )
@@ -259,6 +260,14 @@ class _HeldoutFollower:
         stack.callback(self._serving.close)
         self.is_last = False
         """True once the run's last version is measured."""
+
+    def _begin(self, run: Run) -> int:
+        """Returns the version to serve at first. Of a fork, and after retention, version 0 is not
+        there."""
+        bucket = self._process.bucket
+        if not self._done:
+            return first_version(bucket, run)
+        return max(newest_retention_floor(bucket, run), *self._done)
 
     def measure(self) -> None:
         """Measures the live version if it is due and was not measured."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from deltawire.errors import RetryError
-from deltawire.store import Bucket, RetryPolicy, with_policy
+from deltawire.store import Bucket, RetryPolicy, with_retry_policy
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Outage:
         """Returns ``bucket`` with retries that this outage can interrupt; a caller's own pauses
         between retries are kept. A store that refuses because there are too many requests is there,
         so refusals are waited out for as long as they come."""
-        return with_policy(bucket, self._interruptible)
+        return with_retry_policy(bucket, self._interruptible)
 
     def _interruptible(self, policy: RetryPolicy) -> RetryPolicy:
         if policy.sleep is not time.sleep:

@@ -11,7 +11,7 @@ from live_gateway import ADMIN, TOKEN, SglangReplica, TokenReplica, live_serving
 from deltawire.chat.requests import RequestDefaults
 from deltawire.config import parse_config
 from deltawire.live.gateway import model_names
-from deltawire.live.gateway.options import HONORED, refuse_options, refuse_values
+from deltawire.live.gateway.options import HONORED, check_option_values, refuse_options
 from deltawire.serving.errors import RequestError
 from deltawire.testing.tiny import start_run
 
@@ -295,10 +295,10 @@ def test_more_answers_than_are_served_reach_no_replica(tmp_path, monkeypatch):
 )
 def test_only_a_completion_that_scores_its_prompt_may_ask_for_no_token(body, chat, fine):
     if fine:
-        refuse_values(body, chat=chat)
+        check_option_values(body, chat=chat)
     else:
         with pytest.raises(RequestError, match="max_tokens"):
-            refuse_values(body, chat=chat)
+            check_option_values(body, chat=chat)
     config = parse_config({"name": "x", "rollout": {"max_tokens": 16}}, source="test")
     assert RequestDefaults.of(config).filled_in(body, chat=chat)["max_tokens"] == body["max_tokens"]
 

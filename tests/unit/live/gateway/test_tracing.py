@@ -1,14 +1,15 @@
 """Traces of requests: a span of the gateway in the client's trace, and one of each call."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from live_gateway import TokenReplica, live_serving, published
 from opentelemetry import trace
 from test_gateway_upstreams import Provider, beside
 
-from deltawire.live.gateway import exchange
-from deltawire.serving import app
+from deltawire.serving.app import write_to_client
+from deltawire.serving.errors import ClientGoneError
 from deltawire.serving.tracing import open_traces
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -164,8 +165,21 @@ def test_without_an_sdk_nothing_is_traced_or_passed_on(tmp_path, monkeypatch):
 
 def test_a_client_that_leaves_is_no_error_of_a_replica(spans):
     traces = open_traces()
-    left = (asyncio.CancelledError, exchange._ClientLeft, app._SlowClient)
-    for error, failed in (*((one, False) for one in left), (ConnectionError, True)):
+    for error, failed in (
+        (asyncio.CancelledError, False), (ClientGoneError, False), (ConnectionError, True),
+    ):  # fmt: skip
         with pytest.raises(error), traces.call("http://r", {}, own=True):
             raise error
         assert (spans[-1].status is not None, spans[-1].ended) == (failed, True)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, TimeoutError])
+@pytest.mark.parametrize("length", [1, 1 << 20])
+def test_what_a_client_does_not_take_is_never_the_replicas_error(error, length):
+    class Closed:
+        async def write(self, data):
+            raise error
+
+    request = SimpleNamespace(transport=SimpleNamespace(get_write_buffer_size=lambda: 0))
+    with pytest.raises(ClientGoneError):
+        asyncio.run(write_to_client(request, Closed(), bytes(length)))

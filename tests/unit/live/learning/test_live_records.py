@@ -82,3 +82,13 @@ def test_a_lineage_that_is_damaged_or_misplaced_claims_nothing():
     bucket.put(keys.live_lineage("live", 1), bucket.get(key, limit=1 << 20))
     bucket.put(keys.live_lineage("live", 2), b"damaged")
     assert [one.sequence for one in read_lineages(bucket)] == [0]
+
+
+@pytest.mark.parametrize("name", ["0000000000.tmp", "9999999999.bak", "notes.txt"])
+def test_foreign_objects_hide_no_later_segment(name):
+    bucket = open_bare_bucket("memory://")
+    bucket.put(f"{keys.LIVE_CAPTURES}g0/{name}", b"no segment")
+    records = LiveRecords(bucket)
+    assert records.poll() == 0
+    put_rows(bucket, 0, [answer(1)], [])
+    assert records.poll() == 1
